@@ -1,0 +1,22 @@
+"""The list of experiments. It is data only: importing a script would define its flags."""
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """One experiment."""
+
+    name: str  # the script is experiments/NAME.py
+    method: str
+    paper: str
+    summary: str
+
+
+CATALOGUE = (
+    Entry(
+        name="mada",
+        method="icmljax.optimizers.mada",
+        paper="Ozkara et al., ICML 2024, arXiv 2401.08893",
+        summary="an optimizer that learns its own coefficients, against Adam, Lion, Yogi, Adan",
+    ),
+)
