@@ -6,7 +6,7 @@ from typing import NamedTuple
 class Entry(NamedTuple):
     """One experiment."""
 
-    name: str  # the script is experiments/NAME.py
+    name: str  # the script is experiments/NAME.py, or the package experiments/NAME
     method: str
     paper: str
     summary: str

@@ -1,7 +1,7 @@
 """Batches as pure functions of their index, so that every run can be resumed exactly."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class BatchIterator:
         self._fingerprint = fingerprint
         self._index = 0
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "BatchIterator":
         return self
 
     def __next__(self) -> Batch:

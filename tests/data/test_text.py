@@ -171,6 +171,15 @@ def test_a_large_bin_is_looked_at_from_end_to_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.bad_input
+def test_a_large_bin_of_another_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_lib, "_PROBES", 4)
+    monkeypatch.setattr(text_lib, "_PROBE_TOKENS", 32)
+    for size in (999, 1000, 1001, 1002):  # the places looked at start at odd tokens too
+        with pytest.raises(ValueError, match="looks like 32-bit integers"):
+            load_bin(_write_bin(tmp_path, train=[7] * size, dtype=np.uint32))
+
+
+@pytest.mark.bad_input
 def test_bad_bin_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train\.bin not found.*nanoGPT.*prepare\.py"):
         load_bin(tmp_path)

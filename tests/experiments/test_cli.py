@@ -23,7 +23,9 @@ def run_cli(monkeypatch, capsys):
 
 
 def test_catalogue_holds_every_script():
-    scripts = {path.stem for path in (ROOT / "experiments").glob("*.py")}
+    folder = ROOT / "experiments"
+    scripts = {path.stem for path in folder.glob("*.py")}
+    scripts |= {path.parent.name for path in folder.glob("*/__main__.py")}
     names = [entry.name for entry in CATALOGUE]
     assert set(names) == scripts - {"__init__", "__main__", "catalogue"}
     assert len(set(names)) == len(names)

@@ -1,0 +1,1 @@
+"""MADA's experiment: ``python -m experiments.mada`` (see ``__main__.py``)."""
