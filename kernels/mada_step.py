@@ -195,12 +195,12 @@ def direction_gradient(
         w = h.rho + (1 - h.rho) * reached
     sgn = jnp.sign(ghat * ghat - moments.v)
     dq_dghat = 2 * ghat * (h.c + (1 - h.c) * sgn)
-    dv = r * w / k2  # d adaptive / d v
+    dv = r * (w / k2)  # d adaptive / d v
     corrected_after = rule.second_moment == "max" and rule.max_after_correction
     n_k = k3 if rule.diff_bias_correction else 1.0
 
     def beta1():
-        return h.gamma * a * ((moments.m - g) / k1 + m * (dk1 / (k1 * k1)))
+        return (h.gamma / k1) * a * (moments.m - g + m * (dk1 / k1))
 
     def beta2():
         through_k2 = w * v / k2 if corrected_after else vhat
@@ -273,7 +273,8 @@ def begin(moments: Moments, g: jax.Array, first: Scalar, rule: Rule) -> Moments:
 def _redo(moments, g, s, rule, first):
     """The buffers after a step, from its inputs; as they are when there was no step yet."""
     after, _ = inner_step(moments, g, s, rule)
-    return jax.tree.map(lambda old, new: jnp.where(first, old, new), moments, after)
+    kept = jax.tree.map(lambda old, new: jnp.where(first, old, new), moments, after)
+    return kept._replace(gradient=after.gradient)  # before the first step it is 0 like the old one
 
 
 def step(
@@ -397,20 +398,26 @@ def _blocked_sums(s, leaf, rule, learned):
     """
     flat = jax.tree.map(lambda x: x.ravel(), leaf)
     size = flat[1].size
-    block = min(_BLOCK, size)
-    if size < 2 * block:  # one scalar loop, but a single one
+    if size < 2 * _BLOCK:  # one scalar loop, but a single one
         terms = _products(s, flat, rule, learned)
         zeros = [jnp.zeros((), s.t.dtype)] * len(terms)
         return lax.reduce(terms, zeros, lambda a, b: [x + y for x, y in zip(a, b)], (0,))
+    block = next((b for b in range(_BLOCK, _BLOCK // 2, -1) if size % b == 0), _BLOCK)
 
     def body(i, accumulators):
-        start = jnp.minimum(i * block, size - block)
-        new = start + jnp.arange(block) >= i * block  # the last block overlaps the one before it
+        start = i * block
+        if size % block:  # the last block overlaps the one before it
+            start = jnp.minimum(start, size - block)
         piece = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, block), flat)
         terms = _products(s, piece, rule, learned)
-        return [a + jnp.where(new, x, 0) for a, x in zip(accumulators, terms, strict=True)]
+        if size % block:
+            new = start + jnp.arange(block) >= i * block
+            terms = [jnp.where(new, x, 0) for x in terms]
+        return [a + x for a, x in zip(accumulators, terms, strict=True)]
 
-    accumulators = [jnp.zeros(block, s.t.dtype) for _ in learned]
+    # Inside ``shard_map`` these have to vary over its axes as the terms will.
+    zeros = sum(jnp.zeros_like(x[:block]) for x in jax.tree.leaves(flat))
+    accumulators = [zeros for _ in learned]
     return [jnp.sum(a) for a in lax.fori_loop(0, pl.cdiv(size, block), body, accumulators)]
 
 
@@ -572,6 +579,16 @@ def _directions_like(leaf):
     return leaf[0], jax.ShapeDtypeStruct(leaf[1].shape, jnp.float32)
 
 
+def _outputs(shapes, inputs):
+    """The outputs of a kernel: inside ``shard_map`` they vary over its axes as any input does."""
+
+    def fill(*inputs):
+        x = sum(jnp.sum(x.astype(jnp.float32)) for x in inputs)
+        return [jnp.full(shape, x, dtype) for shape, dtype in shapes]
+
+    return jax.eval_shape(fill, *inputs)
+
+
 def _matrix(x):
     """A leaf as (rows, columns) without moving data."""
     return x.reshape((-1, x.shape[-1])) if x.ndim >= 2 else x.reshape((1, -1))
@@ -613,7 +630,7 @@ def _tpu_sums(s, leaf, rule, learned, interpret=False):
         grid=grid,
         in_specs=[_SCALAR_MEMORY, *[spec] * len(flat)],
         out_specs=pl.BlockSpec((8, block[1]), lambda j, i: (0, j)),
-        out_shape=jax.ShapeDtypeStruct((8, columns), jnp.float32),
+        out_shape=_outputs([((8, columns), jnp.float32)], (vector, *flat))[0],
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
     )(vector, *flat)
@@ -637,7 +654,7 @@ def _tpu_lagged(scalars, leaf, rule, interpret=False):
         grid=grid,
         in_specs=[_SCALAR_MEMORY, *[spec] * len(flat)],
         out_specs=[spec] * len(outs),
-        out_shape=[jax.ShapeDtypeStruct(flat[0].shape, x.dtype) for x in outs],
+        out_shape=_outputs([(flat[0].shape, x.dtype) for x in outs], (vector, *flat)),
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
     )(vector, *flat)
@@ -672,7 +689,7 @@ def _gpu_sums(s, leaf, rule, learned, interpret=False):
     out = pl.pallas_call(
         kernel,
         grid=(programs,),
-        out_shape=jax.ShapeDtypeStruct((len(learned), programs), jnp.float32),
+        out_shape=_outputs([((len(learned), programs), jnp.float32)], (vector, *flat))[0],
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=4),
     )(vector, *flat)
@@ -694,7 +711,7 @@ def _gpu_lagged(scalars, leaf, rule, interpret=False):
     results = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(size, _GPU_BLOCK),),
-        out_shape=[jax.ShapeDtypeStruct((size,), x.dtype) for x in outs],
+        out_shape=_outputs([((size,), x.dtype) for x in outs], (vector, *flat)),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=4),
     )(vector, *flat)

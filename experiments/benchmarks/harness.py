@@ -1,4 +1,4 @@
-"""Measured ratios: several things timed in one run, in turns, so that a busy machine hits all alike.
+"""Measured ratios: things timed in one run and in turns, so that a busy machine hits all alike.
 
 A benchmark is a mapping from names to functions that do one unit of work and return when it is done
 (they block until the arrays are ready; state that a real loop would donate is donated inside)::
@@ -10,14 +10,17 @@ The cost of a thing is the *smallest* time of all rounds: noise only adds. CPU t
 of the process, ignores other processes' share of the machine; wall time does not.
 """
 
+import argparse
 import concurrent.futures
+import importlib.util
 import math
 import multiprocessing
 import os
 import pathlib
 import platform
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -83,7 +86,11 @@ def compare(
     for _ in range(rounds):
         for name, case in cases.items():
             seconds[name].append(_timed(case))
-    return {name: Timing(*np.array(pairs).T, first=first[name]) for name, pairs in seconds.items()}
+    timings = {}
+    for name, pairs in seconds.items():
+        cpu, wall = np.transpose(pairs)
+        timings[name] = Timing(cpu, wall, first[name])
+    return timings
 
 
 def _timed(case: Callable[[], Any]) -> tuple[float, float]:
@@ -177,6 +184,36 @@ def _cpu_model() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
+
+
+def run(name: str, description: str, main: Callable[[pathlib.Path], int | None]) -> None:
+    """Runs a benchmark script; never returns.
+
+    Args:
+      name: of the benchmark.
+      description: what `--help` says.
+      main: gets the folder to write to, which exists, and returns the exit status (None: 0).
+    """
+    # No absl flags: the scripts would define the same one twice where a test imports several.
+    parser = argparse.ArgumentParser(
+        f"python -m experiments.benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--workdir",
+        type=pathlib.Path,
+        default=pathlib.Path("runs", "benchmarks", name),
+        help="folder for the tables and summary.json, overwritten; default: %(default)s",
+    )
+    directory = parser.parse_args().workdir
+    if importlib.util.find_spec("rich") is None:
+        parser.exit(1, "error: rich is not installed; pip install 'icmljax[experiments]'\n")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.exit(1, f"error: {error}; give another --workdir\n")
+    sys.exit(main(directory))
 
 
 def in_new_process(

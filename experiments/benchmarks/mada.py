@@ -12,11 +12,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import absl.app
 import jax
 import jax.numpy as jnp
 import optax
-from absl import flags, logging
 
 from icmljax.data import text
 from icmljax.experiments.benchmarks import harness
@@ -26,11 +24,8 @@ from icmljax.nn import gpt
 from icmljax.optimizers import mada
 from icmljax.training import state as train_state
 
-WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/benchmarks/mada", "folder for the tables and summary.json; overwritten"
-)
-ROUNDS = flags.DEFINE_integer("rounds", 60, "how often each case is timed", lower_bound=1)
-
+_OPTIMIZER_ROUNDS = 60
+_CHAR_LM_ROUNDS = 150
 _LEARNING_RATE = 1e-3
 _SHAPE = (1000, 1000)
 _NUM_SMALL = 200  # leaves of 5000 elements: as many parameters in all
@@ -54,7 +49,7 @@ _OPTIMIZER_BARS = (
 class NaiveState(NamedTuple):
     """State of `naive_mada`: as that of MADA."""
 
-    count: jax.Array
+    count: Any
     hyper: mada_step.MadaHyperparams
     moments: Any  # one Moments per leaf
     gradient: Any
@@ -67,7 +62,6 @@ def naive_mada(learning_rate: float) -> optax.GradientTransformation:
     learning rate, all six coefficients, no momentum and no warm-up.
     """
     rule = mada_step.Rule()
-    is_moments = functools.partial(_is, mada_step.Moments)
 
     def scalars(hyper, count):
         return mada_step.step_scalars(hyper, count, 1e-6, 0.95, 0.98, jnp.float32)
@@ -103,10 +97,10 @@ def naive_mada(learning_rate: float) -> optax.GradientTransformation:
             moments = mada_step.begin(moments, next_g, first, rule)
             return moments, mada_step.inner_step(moments, next_g, scalars(hyper, count), rule)[1]
 
-        trees = (state.moments, state.gradient, gradients)
-        leaves, treedef = jax.tree.flatten(gradients)
-        columns = [jax.tree.leaves(tree, is_leaf=is_moments) for tree in trees]
-        per_leaf = [hyper_gradient(*leaf) for leaf in zip(*columns, strict=True)]
+        moments = jax.tree.leaves(state.moments, is_leaf=lambda x: isinstance(x, mada_step.Moments))
+        trees = map(jax.tree.leaves, (state.gradient, gradients))
+        leaves = list(zip(moments, *trees, strict=True))
+        per_leaf = [hyper_gradient(*leaf) for leaf in leaves]
         total = jax.tree.map(lambda *parts: sum(parts), *per_leaf)
         hyper = mada_step.MadaHyperparams(
             *(
@@ -117,22 +111,22 @@ def naive_mada(learning_rate: float) -> optax.GradientTransformation:
             )
         )
         count = state.count + 1
-        stepped = [step(*leaf) for leaf in zip(*columns, strict=True)]
-        moments = treedef.unflatten([after for after, _ in stepped])
-        updates = treedef.unflatten([-learning_rate * direction for _, direction in stepped])
-        return updates, NaiveState(count, hyper, moments, treedef.unflatten(leaves))
+        stepped = [step(*leaf) for leaf in leaves]
+        tree = jax.tree.structure(gradients)
+        moments = jax.tree.unflatten(tree, [after for after, _ in stepped])
+        updates = jax.tree.unflatten(tree, [-learning_rate * d for _, d in stepped])
+        return updates, NaiveState(count, hyper, moments, gradients)
 
     return optax.GradientTransformation(init, update)
 
 
-def _is(kind, x):
-    return isinstance(x, kind)
-
-
 def optimizer_case(
     optimizer: optax.GradientTransformation, params: Any, gradients: Any
-) -> Callable[[], None]:
-    """A function that updates a copy of the parameters once; it takes the gradients in turns."""
+) -> Callable[[], Any]:
+    """A function that updates a copy of the parameters; it takes the gradients in turns.
+
+    It returns parameters and optimizer state, which its next call donates.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(carry, gradients):
@@ -144,18 +138,19 @@ def optimizer_case(
     return _stepper(step, (params, optimizer.init(params)), gradients)
 
 
-def _stepper(step, carry, inputs) -> Callable[[], None]:
-    """A function that does one step of a loop over the inputs, again and again."""
+def _stepper(step, carry, inputs) -> Callable[[], Any]:
+    """A function that does one step of an endless loop over the inputs; returns the state."""
     endless = itertools.cycle(inputs)
 
     def once():
         nonlocal carry
         carry = jax.block_until_ready(step(carry, next(endless)))
+        return carry
 
     return once
 
 
-def compare_optimizers(rounds: int) -> tuple[dict[str, harness.Timing], dict[str, Any]]:
+def compare_optimizers() -> tuple[dict[str, harness.Timing], dict[str, Any]]:
     """Times one update of a million float32 parameters, each way."""
     keys = jax.random.split(jax.random.key(0), 3)
     one, *one_gradients = (jax.random.normal(key, _SHAPE) for key in keys)
@@ -176,10 +171,10 @@ def compare_optimizers(rounds: int) -> tuple[dict[str, harness.Timing], dict[str
     }
     cases = {k: optimizer_case(x, one, one_gradients) for k, x in single.items()}
     cases |= {k: optimizer_case(x, many, many_gradients) for k, x in split.items()}
-    return harness.compare(cases, rounds=rounds), harness.machine()
+    return harness.compare(cases, rounds=_OPTIMIZER_ROUNDS), harness.machine()
 
 
-def compare_char_lm(rounds: int) -> tuple[dict[str, harness.Timing], dict[str, Any]]:
+def compare_char_lm() -> tuple[dict[str, harness.Timing], dict[str, Any]]:
     """Times one training step of a small GPT on the standard library's sources."""
     config = gpt.GPTConfig(vocab_size=256, block_size=64, num_layers=2, num_heads=4, d_model=64)
     model = gpt.GPT(config)
@@ -192,7 +187,8 @@ def compare_char_lm(rounds: int) -> tuple[dict[str, harness.Timing], dict[str, A
 
     def loss_fn(params, batch, key):
         del key
-        return gpt.next_token_loss(model.apply(params, batch["inputs"]), batch["targets"]), {}
+        logits: Any = model.apply(params, batch["inputs"])
+        return gpt.next_token_loss(logits, batch["targets"]), {}
 
     def case(optimizer):
         step = train_state.make_train_step(loss_fn, optimizer)
@@ -204,7 +200,7 @@ def compare_char_lm(rounds: int) -> tuple[dict[str, harness.Timing], dict[str, A
 
     lr = _LEARNING_RATE
     cases = {"optax.adam": case(optax.adam(lr)), "mada": case(mada.mada(lr))}
-    return harness.compare(cases, rounds=rounds), harness.machine()
+    return harness.compare(cases, rounds=_CHAR_LM_ROUNDS), harness.machine()
 
 
 def parameter_sized_leaves(optimizer: optax.GradientTransformation) -> int:
@@ -213,14 +209,9 @@ def parameter_sized_leaves(optimizer: optax.GradientTransformation) -> int:
     return sum(leaf.shape == _SHAPE for leaf in jax.tree.leaves(state))
 
 
-def main(argv: list[str]) -> None:
+def main(directory: pathlib.Path) -> None:
     """Runs both comparisons and prints the verdicts."""
-    del argv
-    logging.set_verbosity(logging.WARNING)  # absl's own default is INFO: much noise
-    directory = pathlib.Path(WORKDIR.value)
-    directory.mkdir(parents=True, exist_ok=True)
-
-    timings, machine = harness.in_new_process(compare_optimizers, ROUNDS.value, one_thread=True)
+    timings, machine = harness.in_new_process(compare_optimizers, one_thread=True)
     rows, verdicts = harness.rows(timings, clock="cpu", bars=_OPTIMIZER_BARS)
     print(harness.machine_line(machine))
     title = "one update of 1,000,000 float32 parameters, one thread"
@@ -235,14 +226,15 @@ def main(argv: list[str]) -> None:
     claim = f"parameter-sized leaves in the state of mada <= {_MAX_LEAVES}"
     verdicts.append(report.Verdict(claim, str(leaves["mada"]), leaves["mada"] <= _MAX_LEAVES))
 
-    lm_timings, lm_machine = harness.in_new_process(compare_char_lm, 2 * ROUNDS.value)
+    lm_timings, lm_machine = harness.in_new_process(compare_char_lm)
     lm_rows, _ = harness.rows(lm_timings, clock="wall", bars=[harness.Bar("mada", "optax.adam")])
     for row, timing in zip(lm_rows, lm_timings.values(), strict=True):
-        row["steps/s"] = 1 / timing.wall.min()
+        row["steps/s"] = float(1 / np.median(timing.wall))
     print(harness.machine_line(lm_machine))
     title = "one training step of a 2-layer, 64-wide GPT on 16 x 64 bytes, all threads"
     report.table(lm_rows, title=title, path=directory / "char_lm.md")
-    rate = harness.ratio(lm_timings, "optax.adam", "mada", clock="wall")
+    # A rate is a matter of all steps, not of the fastest: the median over the paired rounds.
+    rate = float(np.median(lm_timings["optax.adam"].wall / lm_timings["mada"].wall))
     claim = f"steps/s of the char LM with mada >= {_MIN_STEP_RATE} x optax.adam"
     verdicts.append(report.Verdict(claim, f"{rate:.3f} x", rate >= _MIN_STEP_RATE))
 
@@ -259,4 +251,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    absl.app.run(main)
+    harness.run("mada", __doc__, main)

@@ -88,13 +88,17 @@ def run(
     """
 
     def guarded(argv: list[str]) -> None:
+        context = None
         try:
             if len(argv) > 1:
                 raise ValueError(f"unexpected argument {argv[1]!r}: flags start with --")
-            main(_context(experiment, presets))
+            context = _context(experiment, presets)
+            main(context)
         except Preempted as preempted:
             _say(str(preempted))
         except _EXPECTED as error:
+            if context is not None and not context.dry_run:
+                workdir_lib.discard_unused(context.workdir)
             if absl_flags.FLAGS.pdb_post_mortem or absl_flags.FLAGS.run_with_pdb:
                 raise
             logging.info("where it came from:", exc_info=True)

@@ -2,7 +2,7 @@
 
 import fnmatch
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ def run_arms(
     Raises:
       ValueError: a pattern of ``--arms`` matches nothing.
     """
-    selected = _selected(context.arms, arms)
+    selected = select_arms(context.arms, arms)
     finished = [name for name in arms if context.resume and _summary(context, name).exists()]
     if jax.process_count() > 1:
         # Nobody may write a summary before everybody has looked which ones there are.
@@ -50,15 +50,21 @@ def run_arms(
     return results
 
 
-def _selected(patterns: tuple[str, ...], names: Mapping[str, Any]) -> set[str]:
+def select_arms(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that any of the patterns of ``--arms`` matches, in order; all without patterns.
+
+    Raises:
+      ValueError: a pattern matches nothing.
+    """
+    patterns, names = list(patterns), list(names)
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"--arms: no arm {pattern!r}; there are: {', '.join(names)}")
-    return {
+    return [
         name
         for name in names
         if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    ]
 
 
 def _summary(context: Context[Any], name: str) -> pathlib.Path:

@@ -202,6 +202,8 @@ def conclude(
     """
     if jax.process_index() != 0:
         return
+    if not verdicts:
+        print("no verdict: the runs are too short, or too few, for any of the bars")
     for verdict in verdicts:
         print(f"{'PASS' if verdict.passed else 'FAIL'}  {verdict.bar}: {verdict.measured}")
     summary = pathlib.Path(directory) / "summary.json"

@@ -1,6 +1,7 @@
 """An MLP on handwritten digits from a grid of initial betas: how much does a bad one hurt?"""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,9 +14,17 @@ import optax
 from icmljax.data.batches import BatchIterator, shuffled_indices
 from icmljax.data.digits import Digits
 from icmljax.experiments.common import app, report
-from icmljax.experiments.mada.shared import ADAM, NAMES, NORMALIZED, Optimizer, coefficients
+from icmljax.experiments.mada.shared import (
+    ADAM,
+    DIGITS_RATES,
+    NAMES,
+    NORMALIZED_RATES,
+    TEXT_RATES,
+    Optimizer,
+    coefficients,
+)
 from icmljax.nn.mlp import MLP
-from icmljax.optimizers.mada import MadaHyperparams, avgrad, hyper_adam, mada
+from icmljax.optimizers.mada import avgrad, hyper_adam, mada
 from icmljax.training import loop, metrics, state
 
 
@@ -35,12 +44,7 @@ class DigitsGrid:
 def digits_optimizer(name: str, learning_rate: Any, b1: Any, b2: Any) -> Optimizer:
     """An optimizer of the digits part; betas may be traced (Lion and Adan keep their defaults)."""
     eps = 1e-6
-    learn = dict(
-        hyper_learning_rate=MadaHyperparams(2.5e-2, 2.5e-2, 1.0, 1.0, 1.0, 1.0),
-        hyper_momentum=dict(beta1=0.5, beta2=0.5),
-        hyper_start_step=0,
-        eps=eps,
-    )
+    learn: dict[str, Any] = dict(hyper_start_step=0, eps=eps, **DIGITS_RATES)
     start = ADAM._replace(beta1=b1, beta2=b2)
     makers: dict[str, Callable[[], Optimizer]] = {
         "adam": lambda: optax.adam(learning_rate, b1, b2, eps),
@@ -53,7 +57,8 @@ def digits_optimizer(name: str, learning_rate: Any, b1: Any, b2: Any) -> Optimiz
         "mada": lambda: mada(learning_rate, start, **learn),
         "mada-rho0.6": lambda: mada(learning_rate, start._replace(rho=0.6), **learn),
         "mada-max": lambda: mada(learning_rate, start, second_moment="max", **learn),
-        "mada-ema": lambda: mada(learning_rate, start, **learn | NORMALIZED),
+        "mada-text-rates": lambda: mada(learning_rate, start, **learn | TEXT_RATES),
+        "mada-normalized": lambda: mada(learning_rate, start, **learn | NORMALIZED_RATES),
     }
     return makers[name]()
 
@@ -64,11 +69,8 @@ def run_digits(
     """One arm: all initial betas and seeds at once, one population."""
     seeds = context.config.seeds
     betas = np.array(list(itertools.product(part.beta1, part.beta2)), np.float32)
-    b1, b2 = jnp.asarray(np.tile(betas, (seeds, 1))).T
-    members = len(betas) * seeds
-    keys = jnp.repeat(
-        jax.vmap(jax.random.key)(jnp.arange(seeds)), len(betas), total_repeat_length=members
-    )
+    b1, b2 = jnp.asarray(np.tile(betas, (seeds, 1)).T)
+    keys = jax.vmap(jax.random.key)(np.repeat(np.arange(seeds), len(betas)))
     model = MLP(part.features)
     images, labels = jnp.asarray(data.train_images), jnp.asarray(data.train_labels)
     schedule = optax.cosine_decay_schedule(part.learning_rate, part.num_steps)
@@ -82,8 +84,7 @@ def run_digits(
         del key
         return loss_of(params, images[batch["rows"]], labels[batch["rows"]])[0], {}
 
-    def start(key, b1, b2):
-        params = model.init(key, images[:1])
+    def start(params, key, b1, b2):
         return state.init_state(params, digits_optimizer(optimizer, schedule, b1, b2), key)
 
     def one_step(train_state, batch, b1, b2):
@@ -107,7 +108,7 @@ def run_digits(
         return {"rows": np.repeat(rows, len(betas), axis=0).astype(np.int32)}
 
     _, evaluation = loop.run(
-        jax.jit(jax.vmap(start))(keys, b1, b2),
+        jax.jit(jax.vmap(start))(_initial_params(keys, part.features), keys, b1, b2),
         jax.jit(lambda s, batch: jax.vmap(one_step)(s, batch, b1, b2), donate_argnums=0),
         BatchIterator(make_batch, fingerprint=f"digits batch={part.batch_size} seeds={seeds}"),
         num_steps=part.num_steps,
@@ -117,6 +118,12 @@ def run_digits(
         **context.loop_options(name) | {"mesh": None},
     )
     return {key: np.asarray(value).tolist() for key, value in evaluation.items()}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _initial_params(keys, features):
+    """Of a population; all arms share what is compiled here (a vmap compiles twice as long)."""
+    return jax.lax.map(lambda key: MLP(features).init(key, jnp.zeros((1, 64))), keys)
 
 
 def _per_init(values, seeds):

@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from icmljax.data import text
 from icmljax.experiments.common import app, report
-from icmljax.experiments.mada.shared import ADAM, NAMES, NORMALIZED, Optimizer, coefficients
+from icmljax.experiments.common.arms import select_arms
+from icmljax.experiments.mada.shared import (
+    ADAM,
+    DIGITS_RATES,
+    NAMES,
+    NORMALIZED_RATES,
+    Optimizer,
+    coefficients,
+)
 from icmljax.nn import gpt
 from icmljax.optimizers import mada as mada_lib
 from icmljax.optimizers.mada import MadaHyperparams, avgrad, hyper_adam, mada
@@ -98,7 +106,8 @@ def text_optimizer(name: str, part: Text, static: MadaHyperparams | None = None)
         ),
         "adam-bad-betas": lambda: decayed(optax.scale_by_adam(0.7, 0.8, eps)),
         "mada-max": lambda: mada(rate, start._replace(rho=0.6), second_moment="max", **learn),
-        "mada-ema": lambda: mada(rate, start._replace(rho=0.6), **learn | NORMALIZED),
+        "mada-digits-rates": lambda: mada(rate, start._replace(rho=0.6), **learn | DIGITS_RATES),
+        "mada-normalized": lambda: mada(rate, start._replace(rho=0.6), **learn | NORMALIZED_RATES),
         "mada-static": lambda: mada(rate, static or start, frozen=NAMES, eps=eps, **decay),
     }
     return optax.chain(optax.clip_by_global_norm(1.0), makers[name]())
@@ -112,10 +121,14 @@ def load_tokens(context: app.Context[Any], part: Text) -> text.Tokens:
                 f"the preset {context.preset} reads nanoGPT's train.bin and val.bin: give their "
                 "folder as --data_dir"
             )
-        return text.load_bin(context.data_dir, part.model.vocab_size)
-    if context.data_dir is None:
-        return text.byte_tokens(text.standard_library_text(8_000_000))
-    return text.byte_tokens(text.read_text(context.data_dir))
+        tokens = text.load_bin(context.data_dir, part.model.vocab_size)
+    elif context.data_dir is None:
+        tokens = text.byte_tokens(text.standard_library_text(8_000_000))
+    else:
+        tokens = text.byte_tokens(text.read_text(context.data_dir))
+    for some in (tokens.train, tokens.validation):  # too short? better now than after other arms
+        text.evaluation_batches(some, batch_size=1, block_size=part.model.block_size, num_batches=1)
+    return tokens
 
 
 def text_loss(
@@ -160,14 +173,18 @@ def text_run(part: Text, optimizer: Optimizer, device_mesh: jax.sharding.Mesh):
     """(key -> state, abstract state, shardings, jitted step) of a text arm."""
     model, loss_fn = text_loss(part, device_mesh, training=True)
     precision = state.Precision.from_string(part.precision)
+    init_state = functools.partial(state.init_state, optimizer=optimizer, precision=precision)
+
+    def abstract_state(key):
+        return init_state(_initial_params(model, device_mesh, key), key=key)
+
+    abstract = jax.eval_shape(abstract_state, jax.random.key(0))
+    shardings = mesh.state_shardings(abstract, optimizer, gpt.GPT_RULES, device_mesh)
+    placed_state = jax.jit(init_state, out_shardings=shardings)
 
     def start(key):
-        tokens = jnp.zeros((device_mesh.shape["data"], part.model.block_size), jnp.int32)
-        params = model.init(key, tokens)
-        return state.init_state(params, optimizer, key, precision=precision)
+        return placed_state(_initial_params(model, device_mesh, key), key=key)
 
-    abstract = jax.eval_shape(start, jax.random.key(0))
-    shardings = mesh.state_shardings(abstract, optimizer, gpt.GPT_RULES, device_mesh)
     step = state.make_train_step(
         loss_fn,
         optimizer,
@@ -178,15 +195,24 @@ def text_run(part: Text, optimizer: Optimizer, device_mesh: jax.sharding.Mesh):
     return start, abstract, shardings, mesh.jit_step(step, device_mesh, shardings)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _initial_params(model: gpt.GPT, device_mesh: jax.sharding.Mesh, key):
+    """Made in their places; all arms share what is compiled here."""
+    tokens = jnp.zeros((device_mesh.shape["data"], model.config.block_size), jnp.int32)
+    params = model.init(key, tokens)
+    shardings = mesh.param_shardings(params, gpt.GPT_RULES, device_mesh)
+    return jax.lax.with_sharding_constraint(params, shardings)
+
+
 @functools.lru_cache(maxsize=2)
 def _compiled_text_run(name: str, part: Text, static, device_mesh):
     """Seeds of one arm share the compiled step."""
     optimizer = text_optimizer(name, part, static)
-    start, _, shardings, step = text_run(part, optimizer, device_mesh)
+    start, _, _, step = text_run(part, optimizer, device_mesh)
     _, loss_fn = text_loss(part, device_mesh, training=False)
     evaluate = state.make_eval_step(loss_fn, precision=state.Precision.from_string(part.precision))
     loss = jax.jit(lambda params, batch: evaluate(params, batch, jax.random.key(0))["loss"])
-    return jax.jit(start, out_shardings=shardings), step, loss
+    return start, step, loss
 
 
 def run_text(
@@ -254,8 +280,9 @@ def run_text(
 def dry_run(context: app.Context[Any], part: Text) -> None:
     """Compile the text part from shapes alone and print its sizes."""
     rows = []
-    for name in context.arms or ("adam", "mada"):
-        name = name.removeprefix("text/").removesuffix("/*")
+    arms = {f"text/{name}/seed-0": name for name in part.arms}
+    selected = select_arms(context.arms or ("text/adam/*", "text/mada/*"), arms)
+    for name in (arms[arm] for arm in selected):
         optimizer = text_optimizer(name, part)
         _, abstract, shardings, step = text_run(part, optimizer, context.mesh)
         block = jax.ShapeDtypeStruct(

@@ -1,0 +1,1 @@
+"""Optimizers: optax transformations, one module per method."""

@@ -314,7 +314,8 @@ def scale_by_mada(
         if learned:
             cotangents = gradients
             if hyper_grads is not None:
-                cotangents, _ = _flatten_like(hyper_grads, state, "hyper_grads")
+                own = _mask_like(hyper_grads, state.gradient)
+                cotangents, _ = _flatten_like(own, state, "hyper_grads")
             last_gradients = treedef.flatten_up_to(state.gradient)
             last = _last_step(state)
             hg = _hyper_gradient(
@@ -324,7 +325,7 @@ def scale_by_mada(
             now = _scalars(state.hyper, settings, count, dtype)
             # Without it, XLA starts the step before the sums have read the (donated) buffers, and
             # copies all of them.
-            last = _wait_for(state.hyper.beta1, last)
+            last, first = _wait_for(state.hyper.beta1, (last, first))
             moments, directions = mada_step.lagged_step(
                 moments,
                 last_gradients,
@@ -358,7 +359,24 @@ def mada(
     *,
     weight_decay: Any = 0.0,
     mask: Any = None,
-    **options: Any,
+    hyper_learning_rate: PerCoefficient = DEFAULT_HYPER_LEARNING_RATE,
+    hyper_momentum: PerCoefficient = 0.0,
+    hyper_normalization: Literal["sign", "ema"] | None = None,
+    bounds: PerCoefficient = BOX,
+    frozen: tuple[str, ...] = (),
+    eps: Any = 1e-6,
+    lion_b1: Any = 0.95,
+    lion_b2: Any = 0.98,
+    second_moment: Literal["avg", "max"] = "avg",
+    max_after_correction: bool = False,
+    diff_bias_correction: bool = False,
+    initial_accumulator: Any = 0.0,
+    hyper_start_step: Any = 50,
+    hyper_grad_clip: Any = 10.0,
+    state_dtype: Any = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    compat: Literal["official"] | None = None,
+    implementation: Literal["xla", "pallas"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MADA as a complete optimizer.
 
@@ -370,7 +388,9 @@ def mada(
         init: initial coefficients; see :func:`scale_by_mada`.
         weight_decay: decoupled decay: the parameters also move by ``-lr * weight_decay * x``.
         mask: which leaves decay, as in ``optax.add_decayed_weights``.
-        **options: everything else that :func:`scale_by_mada` takes.
+
+    All other arguments are those of :func:`scale_by_mada`. (They are written out because
+    ``optax.inject_hyperparams`` reads them from the signature.)
 
     Returns:
         An optax transformation whose ``update`` accepts ``hyper_grads`` (see
@@ -382,9 +402,29 @@ def mada(
     Reference:
         Ozkara et al. 2024 (arXiv 2401.08893).
     """
-    return _with_learning_rate(
-        scale_by_mada(learning_rate, init, **options), learning_rate, weight_decay, mask
+    direction = scale_by_mada(
+        learning_rate,
+        init,
+        hyper_learning_rate=hyper_learning_rate,
+        hyper_momentum=hyper_momentum,
+        hyper_normalization=hyper_normalization,
+        bounds=bounds,
+        frozen=frozen,
+        eps=eps,
+        lion_b1=lion_b1,
+        lion_b2=lion_b2,
+        second_moment=second_moment,
+        max_after_correction=max_after_correction,
+        diff_bias_correction=diff_bias_correction,
+        initial_accumulator=initial_accumulator,
+        hyper_start_step=hyper_start_step,
+        hyper_grad_clip=hyper_grad_clip,
+        state_dtype=state_dtype,
+        axis_name=axis_name,
+        compat=compat,
+        implementation=implementation,
     )
+    return _with_learning_rate(direction, learning_rate, weight_decay, mask)
 
 
 def hyper_adam(
@@ -395,7 +435,15 @@ def hyper_adam(
     eps: Any = 1e-6,
     weight_decay: Any = 0.0,
     mask: Any = None,
-    **options: Any,
+    hyper_learning_rate: PerCoefficient = DEFAULT_HYPER_LEARNING_RATE,
+    hyper_momentum: PerCoefficient = 0.0,
+    hyper_normalization: Literal["sign", "ema"] | None = None,
+    bounds: PerCoefficient = BOX,
+    hyper_start_step: Any = 50,
+    hyper_grad_clip: Any = 10.0,
+    state_dtype: Any = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    implementation: Literal["xla", "pallas"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam that learns its two betas by hyper-gradient descent (3 buffers a parameter).
 
@@ -406,7 +454,8 @@ def hyper_adam(
         eps: added to sqrt(vhat), outside the root.
         weight_decay: decoupled weight decay.
         mask: which leaves decay.
-        **options: everything else that :func:`scale_by_mada` takes, ``frozen`` excepted.
+
+    All other arguments are those of :func:`scale_by_mada`.
 
     Returns:
         An optax transformation.
@@ -416,18 +465,34 @@ def hyper_adam(
     """
     init = MadaHyperparams(b1, b2, 0.0, 1.0, 1.0, 1.0)
     frozen = ("beta3", "rho", "c", "gamma")
-    direction = scale_by_mada(learning_rate, init, frozen=frozen, eps=eps, **options)
+    direction = scale_by_mada(
+        learning_rate,
+        init,
+        frozen=frozen,
+        eps=eps,
+        hyper_learning_rate=hyper_learning_rate,
+        hyper_momentum=hyper_momentum,
+        hyper_normalization=hyper_normalization,
+        bounds=bounds,
+        hyper_start_step=hyper_start_step,
+        hyper_grad_clip=hyper_grad_clip,
+        state_dtype=state_dtype,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
     return _with_learning_rate(direction, learning_rate, weight_decay, mask)
 
 
-def scale_by_avgrad(b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, **options: Any):
+def scale_by_avgrad(
+    b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, *, state_dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Rescale gradients by AVGrad: Adam whose denominator is the running average of v.
 
     Args:
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the square root.
-        **options: ``state_dtype`` and others of :func:`scale_by_mada`.
+        state_dtype: dtype of the buffers; None: that of the parameters, and at least float32.
 
     Returns:
         An optax transformation. sqrt(vbar_t) sqrt(t) never decreases, which is what makes
@@ -437,7 +502,7 @@ def scale_by_avgrad(b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, **options: 
         Ozkara et al. 2024, AVGrad.
     """
     init = MadaHyperparams(b1, b2, 0.0, 0.0, 1.0, 1.0)
-    return scale_by_mada(init=init, frozen=NAMES, eps=eps, **options)
+    return scale_by_mada(init=init, frozen=NAMES, eps=eps, state_dtype=state_dtype)
 
 
 def avgrad(
@@ -448,12 +513,11 @@ def avgrad(
     *,
     weight_decay: Any = 0.0,
     mask: Any = None,
-    **options: Any,
+    state_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AVGrad as a complete optimizer; arguments as :func:`scale_by_avgrad` and :func:`mada`."""
-    return _with_learning_rate(
-        scale_by_avgrad(b1, b2, eps, **options), learning_rate, weight_decay, mask
-    )
+    direction = scale_by_avgrad(b1, b2, eps, state_dtype=state_dtype)
+    return _with_learning_rate(direction, learning_rate, weight_decay, mask)
 
 
 def hyperparams(opt_state: Any) -> MadaHyperparams | dict[str, MadaHyperparams]:
@@ -556,7 +620,10 @@ def freeze(
         )
     )
     static = static._replace(count=state.count, moments=kept, learning_rate=state.learning_rate)
-    rest = [optax.tree.set(part, count=state.count) for part in rest]
+    rest = [  # only a schedule counts
+        part._replace(count=state.count) if "count" in getattr(part, "_fields", ()) else part
+        for part in rest
+    ]
     return optimizer, (static, *rest)
 
 
@@ -655,6 +722,8 @@ def _mask_like(tree, like):
     def is_masked(x):
         return isinstance(x, optax.MaskedNode)
 
+    if not any(map(is_masked, jax.tree.leaves(like, is_leaf=is_masked))):
+        return tree
     return jax.tree.map(lambda a, b: a if is_masked(a) else b, like, tree, is_leaf=is_masked)
 
 

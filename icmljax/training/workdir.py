@@ -63,6 +63,16 @@ def prepare(
     return path
 
 
+def discard_unused(workdir: str | os.PathLike) -> None:
+    """Removes the record of a run that failed before it wrote anything else.
+
+    So the run can be started again in the same folder, with the flag that was wrong put right.
+    """
+    path = pathlib.Path(workdir)
+    if jax.process_index() == 0 and [entry.name for entry in path.iterdir()] == [RECORD]:
+        (path / RECORD).unlink()
+
+
 def write_json(path: str | os.PathLike, obj: Any) -> None:
     """Writes JSON atomically: a reader finds the old file or the whole new one."""
     path = pathlib.Path(path)
