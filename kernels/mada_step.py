@@ -16,7 +16,7 @@ implementation calls these two on its blocks.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -136,7 +136,7 @@ def inner_step(moments: Moments, g: jax.Array, s: StepScalars, rule: Rule):
     adaptive = sign = None
     if moments.m is not None:
         m = (1 - h.beta1) * g + h.beta1 * moments.m
-        ghat, d, q = _second_moment_input(moments, g, h)
+        _, d, q = _second_moment_input(moments, g, h)
         v = (1 - h.beta2) * q + h.beta2 * moments.v
         n = None if moments.n is None else (1 - h.beta3) * d + h.beta3 * moments.n
         vbar = None if moments.vbar is None else _running(moments.vbar, v, s, rule)
@@ -228,7 +228,7 @@ def direction_gradient(
 
 
 def _second_moment_input(moments, g, h):
-    """ghat = g + beta3 d, the difference d, and q, which v averages (Adam's and Yogi's mixed)."""
+    """The weighted gradient ghat, the difference d, and q (Adam's and Yogi's), which v averages."""
     d = None if moments.gradient is None else g - moments.gradient
     ghat = g if d is None else g + h.beta3 * d
     square = ghat * ghat
@@ -401,7 +401,9 @@ def _blocked_sums(s, leaf, rule, learned):
     if size < 2 * _BLOCK:  # one scalar loop, but a single one
         terms = _products(s, flat, rule, learned)
         zeros = [jnp.zeros((), s.t.dtype)] * len(terms)
-        return lax.reduce(terms, zeros, lambda a, b: [x + y for x, y in zip(a, b)], (0,))
+        return lax.reduce(
+            terms, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (0,)
+        )
     block = next((b for b in range(_BLOCK, _BLOCK // 2, -1) if size % b == 0), _BLOCK)
 
     def body(i, accumulators):
@@ -416,8 +418,8 @@ def _blocked_sums(s, leaf, rule, learned):
         return [a + x for a, x in zip(accumulators, terms, strict=True)]
 
     # Inside ``shard_map`` these have to vary over its axes as the terms will.
-    zeros = sum(jnp.zeros_like(x[:block]) for x in jax.tree.leaves(flat))
-    accumulators = [zeros for _ in learned]
+    zero = sum(jnp.zeros_like(x[:block]) for x in jax.tree.leaves(flat))
+    accumulators = [zero for _ in learned]
     return [jnp.sum(a) for a in lax.fori_loop(0, pl.cdiv(size, block), body, accumulators)]
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from absl import flags
 
-from icmljax.data.digits import load_digits
 from icmljax.experiments.common import app, report
 from icmljax.experiments.common.arms import run_arms
 from icmljax.experiments.mada.counterexample import (
@@ -208,11 +207,10 @@ def _arms(context, counterexample, grids, part) -> dict[str, Callable[[Any], dic
     calls: dict[str, tuple] = {}
     for name in counterexample.arms if counterexample else ():
         calls[f"counterexample/{name}"] = run_counterexample, name, counterexample
-    data = load_digits() if grids else None
     for grid, digits_part in grids.items():
         for name in digits_part.arms:
             arm = f"{grid}/{name}"
-            calls[arm] = run_digits, arm, name, digits_part, data
+            calls[arm] = run_digits, arm, name, digits_part
     if part is not None:
         tokens = load_tokens(context, part)
         for name, seed in itertools.product(part.arms, range(context.config.seeds)):

@@ -37,7 +37,7 @@ class CounterExample:
 def counterexample_optimizer(name: str, learning_rate: float) -> Optimizer:
     """An optimizer of the counter-example, betas (0.9, 0.99)."""
     b1, b2 = 0.9, 0.99
-    learn = dict(
+    learn: dict[str, Any] = dict(
         hyper_learning_rate=dict(beta3=0.1, rho=0.1, c=0.1),
         hyper_momentum=dict(beta3=0.9, rho=0.9, c=0.9),
         hyper_start_step=0,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from icmljax.data.batches import BatchIterator, shuffled_indices
-from icmljax.data.digits import Digits
+from icmljax.data.digits import load_digits
 from icmljax.experiments.common import app, report
 from icmljax.experiments.mada.shared import (
     ADAM,

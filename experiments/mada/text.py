@@ -69,7 +69,7 @@ def text_optimizer(name: str, part: Text, static: MadaHyperparams | None = None)
         scale * part.final_learning_rate,
     )
     b1, b2, eps = 0.9, part.b2, part.eps
-    decay = dict(weight_decay=part.weight_decay, mask=gpt.decay_mask)
+    decay: dict[str, Any] = dict(weight_decay=part.weight_decay, mask=gpt.decay_mask)
     learn: dict[str, Any] = dict(
         eps=eps,
         hyper_learning_rate=part.hyper_learning_rate,

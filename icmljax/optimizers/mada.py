@@ -36,6 +36,19 @@ from jax import lax
 from icmljax.kernels import mada_step
 from icmljax.kernels.mada_step import MadaHyperparams, Moments, Rule, StepScalars
 
+__all__ = [
+    "MadaHyperparams",
+    "MadaState",
+    "avgrad",
+    "freeze",
+    "hyper_adam",
+    "hyper_gradient",
+    "hyperparams",
+    "mada",
+    "scale_by_avgrad",
+    "scale_by_mada",
+]
+
 NAMES = MadaHyperparams._fields
 DEFAULT_INIT = MadaHyperparams(0.9, 0.95, 0.0, 0.6, 1.0, 1.0)
 DEFAULT_HYPER_LEARNING_RATE = MadaHyperparams(5e-4, 5e-4, 0.1, 0.1, 0.1, 0.1)
@@ -73,6 +86,7 @@ class Settings:
     _MAYBE_TRACED = ("eps", "lion_b1", "lion_b2")
 
     def tree_flatten_with_keys(self):
+        """Arrays are children, all the rest is static."""
         traced = [name for name in self._MAYBE_TRACED if not _is_number(getattr(self, name))]
         children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in traced]
         static = {
@@ -84,6 +98,7 @@ class Settings:
 
     @classmethod
     def tree_unflatten(cls, static, children):
+        """The inverse."""
         traced, rest = static
         return cls(**dict(rest), **dict(zip(traced, children, strict=True)))
 
@@ -353,7 +368,7 @@ def scale_by_mada(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def mada(
+def mada(  # noqa: D417 - the rest is scale_by_mada's
     learning_rate: optax.ScalarOrSchedule,
     init: PerCoefficient = DEFAULT_INIT,
     *,
@@ -427,7 +442,7 @@ def mada(
     return _with_learning_rate(direction, learning_rate, weight_decay, mask)
 
 
-def hyper_adam(
+def hyper_adam(  # noqa: D417 - the rest is scale_by_mada's
     learning_rate: optax.ScalarOrSchedule,
     b1: Any = 0.9,
     b2: Any = 0.95,
@@ -698,7 +713,8 @@ def _per_tree(leaves: list[Moments], like: Moments, treedef) -> Moments:
 def _flatten_like(tree, state, what):
     """Leaves of a gradient tree, which must be the tree of the state's buffers."""
     buffers = next(x for x in (*state.moments, state.gradient) if x is not None)
-    expected, got = jax.tree.structure(buffers), jax.tree.structure(tree)
+    expected: Any = jax.tree.structure(buffers)
+    got: Any = jax.tree.structure(tree)
     if got != expected:
         raise ValueError(
             f"{what} have the tree {got}; the optimizer state was made for {expected}. Pass the "
@@ -713,7 +729,8 @@ def _flatten_like(tree, state, what):
                 f"{what} have shape {jnp.shape(x)} at {name!r}; the optimizer state has "
                 f"{buffer.shape}"
             )
-    return jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    return [jnp.asarray(x) for x in leaves], treedef
 
 
 def _mask_like(tree, like):

@@ -279,9 +279,7 @@ def test_freeze_continues():
     """As the same optimizer with a hyper learning rate of 0 goes on."""
     params, state, _ = expected()
     static, frozen_state = freeze(state, RATE)
-    (found, after), _ = jax.jit(
-        lambda p, s: (train_static(static, p, s), None)
-    )(params, frozen_state)  # fmt: skip
+    found, after = jax.jit(functools.partial(train_static, static))(params, frozen_state)
     same, _ = jax.jit(
         lambda p, s: train(smooth(hyper_learning_rate=0.0), LOSS, p, NOISE, halted(s))[0]
     )(params, state)
@@ -303,8 +301,8 @@ def train_static(static, params, state):
 
 def test_freeze_restarts():
     params, state, _ = expected()
-    static, start = freeze(optax.chain(optax.identity(), smooth()).init(PARAMS)[:1] + (state,),
-                           RATE, restart=True)  # fmt: skip
+    # Found anywhere in the state of a chain.
+    static, start = freeze((optax.EmptyState(), state), RATE, restart=True)
     assert mada_state(start).count == 0
     assert all((x == 0).all() for x in jax.tree.leaves(mada_state(start).moments))
     values = MadaHyperparams(*(float(x) for x in hyperparams(state)))

@@ -176,9 +176,7 @@ def test_lion_is_optax_lion_bit_for_bit(dtype, frozen):
     with jax.enable_x64(dtype == np.float64):
         grads = _gradients(dtype)
         init = INTERIOR._replace(gamma=0.0)
-        found = directions(
-            scale_by_mada(0.1, init, hyper_learning_rate=0.0, frozen=frozen), grads
-        )
+        found = directions(scale_by_mada(0.1, init, hyper_learning_rate=0.0, frozen=frozen), grads)
         assert_equal(found, directions(optax.scale_by_lion(0.95, 0.98), grads))
 
 

@@ -257,9 +257,9 @@ def test_hyper_gradient_scales_with_the_loss():
 
 
 def test_sign_moves_by_the_hyper_learning_rate_until_the_box():
-    hyper = _descend(
-        _grads(), normalization="sign", hyper_learning_rate=np.full((STEPS, 6), 0.25)
-    )["hyper"]
+    hyper = _descend(_grads(), normalization="sign", hyper_learning_rate=np.full((STEPS, 6), 0.25))[
+        "hyper"
+    ]
     low, high = np.float32(BOX).T
     at_box = (hyper == low) | (hyper == high)
     assert (hyper >= low).all() and (hyper <= high).all() and at_box.any(axis=0).all()
@@ -326,9 +326,7 @@ def test_order_and_division_of_the_parameters_do_not_matter():
     np.testing.assert_allclose(
         trajectory({"a": matrix, "b": whole[:, 3000], "c": rest}), expected, atol=1e-6
     )
-    np.testing.assert_allclose(
-        trajectory([whole[:, rng.permutation(9000)]]), expected, atol=1e-6
-    )
+    np.testing.assert_allclose(trajectory([whole[:, rng.permutation(9000)]]), expected, atol=1e-6)
 
 
 def test_zero_gradient_keeps_the_coefficients():

@@ -218,23 +218,23 @@ def test_hyper_grads_override_the_clipped_gradient(name):
     """Through a chain: the hyper-gradient is that of the gradient before clipping."""
     clip = optax.clip_by_global_norm(2.0)
     optimizer = optax.chain(clip, make(name))
-    g = jax.tree.map(lambda g: g[0], GRADS)
-    factor = 2.0 / optax.global_norm(g)
+    g = jax.tree.map(lambda g: g[3], GRADS)
+    factor = 2.0 / optax.tree.norm(g)
     assert factor < 0.9
 
     @jax.jit
-    def second(first, g):
-        _, state = optimizer.update(first, optimizer.init(PARAMS), PARAMS)
+    def fourth(grads, g):
+        state, _, _ = replay(optimizer, grads, params=PARAMS)
         _, clipped = optimizer.update(g, state, PARAMS)
         _, whole = optimizer.update(g, state, PARAMS, hyper_grads=g)
         _, same = optimizer.update(g, state, PARAMS, hyper_grads=clip.update(g, None)[0])
         return mada_state(clipped), mada_state(whole), mada_state(same)
 
-    clipped, whole, same = second(jax.tree.map(lambda g: g[1], GRADS), g)
+    clipped, whole, same = fourth(jax.tree.map(lambda g: g[:3], GRADS), g)
     assert_close(clipped.hyper_gradient, same.hyper_gradient, atol=1e-7)
     found, expected = stacked(clipped.hyper_gradient), factor * stacked(whole.hyper_gradient)
-    assert (np.abs(found) > 1e-6).any()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-8)
+    assert (np.abs(found) > 1e-3).sum() >= 2
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("follow", ["scale_by_learning_rate", "scale_by_schedule"])
