@@ -192,7 +192,7 @@ def _start_back_end() -> None:
 
 def _require_extras() -> None:
     # At the start: a run of hours must not end at the missing plot library.
-    for module in ("matplotlib", "rich", "tensorboardX", "tqdm"):
+    for module in ("matplotlib", "rich", "sklearn", "tensorboardX", "tqdm"):
         if importlib.util.find_spec(module) is None:
             raise ImportError(f"{module} is not installed")
 

@@ -63,10 +63,9 @@ def digits_optimizer(name: str, learning_rate: Any, b1: Any, b2: Any) -> Optimiz
     return makers[name]()
 
 
-def run_digits(
-    context: app.Context[Any], name: str, optimizer: str, part: DigitsGrid, data: Digits
-) -> dict:
+def run_digits(context: app.Context[Any], name: str, optimizer: str, part: DigitsGrid) -> dict:
     """One arm: all initial betas and seeds at once, one population."""
+    data = load_digits()
     seeds = context.config.seeds
     betas = np.array(list(itertools.product(part.beta1, part.beta2)), np.float32)
     b1, b2 = jnp.asarray(np.tile(betas, (seeds, 1)).T)
