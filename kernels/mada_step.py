@@ -213,8 +213,9 @@ def direction_gradient(
         return h.gamma * (a * through_n + dv * (1 - h.beta2) * dq_dghat * d)
 
     def rho():
-        difference = v / k2 - vbar if corrected_after else (v - vbar) / k2
-        return h.gamma * r * difference
+        if corrected_after:
+            return h.gamma * r * (v / k2 - vbar)
+        return (h.gamma / k2) * r * (v - vbar)
 
     def c():
         return h.gamma * dv * (1 - h.beta2) * (ghat * ghat * (1 - sgn) - moments.v)
@@ -241,7 +242,7 @@ def _second_moment_input(moments, g, h):
 def _running(vbar, v, s, rule):
     """Running average of v (AVGrad), or its running maximum (AMSGrad)."""
     if rule.second_moment == "avg":
-        return vbar + (v - vbar) / s.t
+        return vbar + (v - vbar) * (1 / s.t)  # a scalar division, not one per element
     return jnp.maximum(vbar, v / s.k[1] if rule.max_after_correction else v)
 
 

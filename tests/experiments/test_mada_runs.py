@@ -70,7 +70,9 @@ def finish(process):
 def run(*flags, environment=None):
     """Runs the experiment as a user would and returns what it printed."""
     status, out, err = finish(start("-m", "experiments.mada", *flags, environment=environment))
-    assert (status, err) == (0, "")
+    # Some versions of XLA warn of the collectives that a mesh needs; the experiment is silent.
+    ours = [line for line in err.splitlines() if "spmd_partitioner" not in line]
+    assert (status, ours) == (0, [])
     return out
 
 
