@@ -24,6 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from icmljax.experiments.benchmarks import harness
 from icmljax.experiments.common import report
 from icmljax.kernels import mada_step
+from icmljax.kernels.mada_step import pallas
 from icmljax.optimizers import mada
 
 _ROUNDS = 20
@@ -141,7 +142,7 @@ def _mada_step_cases(shape: tuple[int, ...], dtype: Any) -> Iterator[Case]:
     yield Case(
         f"mada_step.hyper_gradient_sums {label}",
         sums,
-        _partials(interpreted_sums, tpu=mada_step._tpu_sums, cuda=mada_step._gpu_sums),
+        _partials(interpreted_sums, tpu=pallas.tpu_sums, cuda=pallas.gpu_sums),
         make_arguments,
         tolerance=1e-5,
         bytes_moved=8 * width * size,
@@ -150,7 +151,7 @@ def _mada_step_cases(shape: tuple[int, ...], dtype: Any) -> Iterator[Case]:
     yield Case(
         f"mada_step.lagged_step {label}",
         lagged,
-        _partials(interpreted_lagged, tpu=mada_step._tpu_lagged, cuda=mada_step._gpu_lagged),
+        _partials(interpreted_lagged, tpu=pallas.tpu_lagged, cuda=pallas.gpu_lagged),
         make_arguments,
         # A buffer stored in bfloat16 may be rounded to the neighbouring number.
         tolerance=1e-5 if dtype == jnp.float32 else 2**-7,

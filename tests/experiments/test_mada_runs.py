@@ -94,9 +94,10 @@ def modification_times(folder):
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory, testrun_uid):
+def smoke(tmp_path_factory, worker_id):
     """The workdir of the smoke run and what it printed; one for all workers of pytest-xdist."""
-    folder = tmp_path_factory.getbasetemp().parent / f"mada-smoke-{testrun_uid}"
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "mada-smoke"
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         printed = pathlib.Path(f"{folder}.out")

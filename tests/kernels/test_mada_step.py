@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from icmljax.kernels import mada_step
-from icmljax.kernels.mada_step import MadaHyperparams, Moments, Rule, StepScalars
+from icmljax.kernels.mada_step import MadaHyperparams, Moments, Rule, StepScalars, equations, pallas
 from icmljax.training.mesh import make_mesh
 
 try:
@@ -128,8 +128,8 @@ def test_dead_elements_have_no_gradient_and_no_direction():
 
 SHAPES = [(1,), (7,), (3, 5), (257, 130), (2, 3, 4)]
 WORKERS = {
-    "tpu": (mada_step._tpu_sums, mada_step._tpu_lagged),
-    "gpu": (mada_step._gpu_sums, mada_step._gpu_lagged),
+    "tpu": (pallas.tpu_sums, pallas.tpu_lagged),
+    "gpu": (pallas.gpu_sums, pallas.gpu_lagged),
 }
 # Everything traced; a specialised step with fewer buffers; everything learned but beta1.
 CASES = [
@@ -148,7 +148,7 @@ def test_pallas_sums_are_the_plain_sums(which, shape, case):
     s = scalars(hyper=hyper)
     worker = functools.partial(WORKERS[which][0], interpret=True)
     compare = jax.jit(lambda leaf: (worker(s, leaf, Rule(), learned),
-                                    mada_step._products(s, leaf, Rule(), learned)))  # fmt: skip
+                                    equations.products(s, leaf, Rule(), learned)))  # fmt: skip
     found, terms = compare(arguments)
     for x, term in zip(found, terms, strict=True):
         term = np.asarray(term, np.float64)
@@ -166,7 +166,7 @@ def test_pallas_step_is_the_plain_step(which, shape, dtype):
     arguments = (scalars(3, hyper), scalars(4, hyper), jnp.float32(0))
     worker = functools.partial(WORKERS[which][1], interpret=True)
     found, expected = jax.jit(
-        lambda leaf: [f(arguments, leaf, Rule()) for f in (worker, mada_step._lagged)]
+        lambda leaf: [f(arguments, leaf, Rule()) for f in (worker, equations.lagged)]
     )((moments, g, following))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     # The last bit of float32 may decide the rounding to bfloat16.
@@ -185,7 +185,7 @@ def test_blocked_sums_are_exact_sums(size):
     found, terms = jax.jit(
         lambda leaf: (
             mada_step._blocked_sums(scalars(), leaf, Rule(), NAMES),
-            mada_step._products(scalars(), leaf, Rule(), NAMES),
+            equations.products(scalars(), leaf, Rule(), NAMES),
         )
     )(arguments)
     for x, term in zip(found, terms, strict=True):

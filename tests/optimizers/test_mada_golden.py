@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from icmljax.optimizers import mada as module
+from icmljax.kernels.mada_step import Moments
 from icmljax.optimizers.mada import NAMES, MadaHyperparams, avgrad, mada, scale_by_mada
 from tests.optimizers.common import (
     ADAM,
@@ -245,7 +245,7 @@ def test_some_frozen_coefficients_keep_the_step(learned):
         (ADAM._replace(rho=0.5), {"m", "v", "vbar"}),
         (ADAM._replace(gamma=0.5), {"m", "v", "lion"}),
         (INTERIOR._replace(gamma=0.0), {"lion"}),
-        (INTERIOR, set(module.Moments._fields)),
+        (INTERIOR, set(Moments._fields)),
     ],
 )
 def test_frozen_coefficients_drop_their_buffers(init, expected):
