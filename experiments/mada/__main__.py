@@ -251,7 +251,7 @@ def _report(context, counterexample, grids, part, results) -> None:
             rows, bars = digits_report(digits_part, seeds, found)
             title = (
                 f"Digits, lr {digits_part.learning_rate:g}, {digits_part.num_steps} steps, "
-                f"{len(digits_part.beta1) * len(digits_part.beta2)} initial betas x {seeds} seeds"
+                f"{len(digits_part.beta1) * len(digits_part.beta2)} initial betas, seeds: {seeds}"
             )
             write(grid, title, rows, bars, digits_panels(context, grid, found))
     if found := of("text"):
@@ -259,7 +259,7 @@ def _report(context, counterexample, grids, part, results) -> None:
         for arm, result in found.items():
             by_name.setdefault(arm.partition("/")[0], []).append(result)
         rows, bars, panels = text_report(context, part, by_name)
-        title = f"Text, {part.num_steps} steps, {max(map(len, by_name.values()))} seeds"
+        title = f"Text, {part.num_steps} steps, seeds: {max(map(len, by_name.values()))}"
         write("text", title, rows, bars, panels)
     report.conclude(context.workdir, results=results, verdicts=verdicts, files=files)
 

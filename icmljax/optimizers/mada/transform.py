@@ -305,7 +305,7 @@ def scale_by_mada(
             now = _scalars(state.hyper, settings, count, dtype)
             # Without it, XLA starts the step before the sums have read the (donated) buffers, and
             # copies all of them.
-            last, first = _wait_for(state.hyper.beta1, (last, first))
+            last, first = _wait_for(getattr(state.hyper, learned[0]), (last, first))
             moments, directions = mada_step.lagged_step(
                 moments,
                 last_gradients,
