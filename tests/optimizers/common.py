@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from icmljax.optimizers.mada import NAMES, MadaHyperparams, hyper_gradient, hyperparams
+from icmljax.optimizers.mada import MadaHyperparams, hyperparams
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "mada"
 INTERIOR = MadaHyperparams(0.8, 0.9, 0.3, 0.4, 0.7, 0.6)
@@ -100,24 +100,3 @@ def assert_equal(a, b):
 
 def assert_close(a, b, rtol=0.0, atol=0.0):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
-
-
-__all__ = [
-    "ADAM",
-    "GOLDEN",
-    "INTERIOR",
-    "NAMES",
-    "MadaHyperparams",
-    "assert_close",
-    "assert_equal",
-    "directions",
-    "golden",
-    "hyper_gradient",
-    "hyperparams",
-    "mada_state",
-    "quadratic",
-    "random_tree",
-    "replay",
-    "stacked",
-    "train",
-]
