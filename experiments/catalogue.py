@@ -19,4 +19,10 @@ CATALOGUE = (
         paper="Ozkara et al., ICML 2024, arXiv 2401.08893",
         summary="an optimizer that learns its own coefficients, against Adam, Lion, Yogi, Adan",
     ),
+    Entry(
+        name="eoi",
+        method="icmljax.initializers.eoi",
+        paper="Nowak et al., ICML 2024, arXiv 2406.01755",
+        summary="weights that are sparse and exactly orthogonal, in nets of up to 1000 layers",
+    ),
 )

@@ -23,7 +23,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from icmljax.experiments.benchmarks import harness
 from icmljax.experiments.common import report
-from icmljax.kernels import mada_step
+from icmljax.kernels import givens, mada_step
 from icmljax.kernels.mada_step import pallas
 from icmljax.optimizers import mada
 
@@ -184,7 +184,55 @@ def _mada_buffers(shape, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), (moments, g, next_g))
 
 
-KERNELS: Mapping[str, Callable[[], Kernel]] = {"mada_step": mada_step_kernel}
+def givens_kernel() -> Kernel:
+    """Levels of rotations: as many as an orthogonal matrix of 12.5 % density takes."""
+    small = [(2, 1, 5), (3, 7, 130), (4, 37, 1100), (3, 300, 20)]
+    large = [(25, 1024, 1024), (30, 4096, 4096)]
+    checked, timed = (tuple(_givens_case(*shape) for shape in shapes) for shapes in (small, large))
+    return Kernel(checked, timed)
+
+
+def _givens_case(levels: int, n: int, m: int) -> Case:
+    partner, rows = _givens_partners(levels, n), np.arange(n)
+
+    def rotated(*arguments, implementation):
+        return givens.givens_levels(jnp.asarray(partner), *arguments, implementation=implementation)
+
+    def interpreted(worker, *arguments):
+        run = functools.partial(worker, interpret=True)
+        return givens.with_gradient(run, jnp.asarray(partner), *arguments)
+
+    def make_arguments():
+        angle = jnp.cos(jnp.arange(1, levels + 1)[:, None] * (rows + partner))  # of both rows
+        sin = jnp.sign(partner - rows) * jnp.sin(angle)
+        cos = jnp.where(partner == rows, 1, jnp.cos(angle))
+        return cos, sin, jax.random.normal(jax.random.key(0), (n, m))
+
+    return Case(
+        f"givens.givens_levels {levels} x {n}x{m} float32",
+        rotated,
+        _partials(interpreted, tpu=givens.tpu, cuda=givens.gpu),
+        make_arguments,
+        tolerance=1e-5,
+        bytes_moved=8 * n * m + 12 * levels * n,
+        differentiable=True,
+    )
+
+
+def _givens_partners(levels: int, n: int) -> np.ndarray:
+    """Random pairs in each level; at least one row in ten rests."""
+    rng = np.random.default_rng(0)
+    partner = np.tile(np.arange(n, dtype=np.int32), (levels, 1))
+    for row in partner:
+        i, j = rng.permutation(n)[: 2 * int(0.45 * n)].reshape(2, -1)
+        row[i], row[j] = j, i
+    return partner
+
+
+KERNELS: Mapping[str, Callable[[], Kernel]] = {
+    "givens": givens_kernel,
+    "mada_step": mada_step_kernel,
+}
 
 
 # -------------------------------------------------------------------------------------- checks

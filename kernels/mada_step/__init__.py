@@ -15,13 +15,13 @@ every implementation calls these two on its blocks.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from icmljax.kernels.dispatch import Implementation, choose
 from icmljax.kernels.mada_step.equations import (
     MadaHyperparams,
     Moments,
@@ -55,8 +55,6 @@ __all__ = [
     "step",
     "step_scalars",
 ]
-
-Implementation = Literal["xla", "pallas"]
 
 
 def hyper_gradient_sums(
@@ -194,51 +192,31 @@ def lagged_step(
 
         return run
 
-    plain = over_leaves(lagged)
     results = _choose(
         implementation,
         dtype,
         (s, s_next, first.astype(dtype)),
         leaves,
-        plain=plain,
-        cpu=plain,
+        plain=over_leaves(lagged),
         tpu=over_leaves(tpu_lagged),
         gpu=over_leaves(gpu_lagged),
     )
     return [after for after, _ in results], [direction for _, direction in results]
 
 
-def _choose(implementation, dtype, scalars, leaves, *, plain, cpu, tpu, gpu):
-    """Run the function of (scalars, leaves) that ``implementation`` stands for."""
-    if implementation not in (None, "xla", "pallas"):
-        raise ValueError(
-            f"implementation is {implementation!r}; expected 'xla', 'pallas' or None (automatic)"
-        )
-    if implementation == "pallas" and dtype != jnp.float32:
-        raise ValueError(f"the Pallas kernels compute in float32, and these leaves need {dtype}")
-    if implementation != "pallas" and any(map(_is_partitioned, jax.tree.leaves(leaves))):
-        return plain(scalars, leaves)
-    if implementation == "pallas":
-        branches = dict(tpu=tpu, cuda=gpu)
-    elif implementation is None and dtype == jnp.float32:
-        branches = dict(tpu=tpu, cuda=gpu, cpu=cpu, default=plain)
-    elif cpu is plain:
-        return plain(scalars, leaves)
-    else:
-        branches = dict(cpu=cpu, default=plain)
+def _choose(implementation, dtype, scalars, leaves, *, plain, tpu, gpu, cpu=None):
+    """Runs the function of (scalars, leaves) that ``implementation`` stands for."""
     traced, skeleton = split_static(scalars)
 
     def branch(run):
-        return lambda traced, leaves: run(skeleton.merge(traced), leaves)
+        return run and (lambda traced, leaves: run(skeleton.merge(traced), leaves))
 
-    return lax.platform_dependent(
-        traced, leaves, **{name: branch(run) for name, run in branches.items()}
+    return choose(
+        implementation,
+        dtype,
+        (traced, leaves),
+        plain=branch(plain),
+        tpu=branch(tpu),
+        gpu=branch(gpu),
+        cpu=branch(cpu),
     )
-
-
-def _is_partitioned(x: jax.Array) -> bool:
-    """Whether the compiler divides this array over a mesh of several devices."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty or mesh.size == 1:
-        return False
-    return any(kind != jax.sharding.AxisType.Manual for kind in mesh.axis_types)

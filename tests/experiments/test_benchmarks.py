@@ -260,6 +260,19 @@ def test_mada_step_checks_pass_and_find_a_broken_kernel():
         assert not values.passed and values.measured.startswith("error ")
 
 
+def test_givens_checks_pass_and_find_a_broken_kernel():
+    case = kernels._givens_case(3, 7, 130)
+    checks = list(kernels.check_on_cpu(case))
+    assert len(checks) == 6 and all(check.passed for check in checks), checks
+    cos, sin, matrix = case.make_arguments()
+    np.testing.assert_allclose(cos**2 + sin**2, 1, rtol=1e-6)
+    rotated = functools.partial(case.function, implementation="xla")
+    gram = rotated(cos, sin, matrix).T @ rotated(cos, sin, matrix)
+    np.testing.assert_allclose(gram, matrix.T @ matrix, atol=1e-4)  # pairs share their angle
+    case = case._replace(interpreted={"cuda": lambda *x: 1.0001 * rotated(*x)})
+    assert [check.passed for check in kernels.check_on_cpu(case)] == [False, False, True]
+
+
 @pytest.mark.parametrize("name", ["mada", "kernels"])
 def test_modules_run(name):
     command = [sys.executable, "-m", f"experiments.benchmarks.{name}", "--help"]

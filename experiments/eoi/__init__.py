@@ -1,0 +1,1 @@
+"""Exact Orthogonal Initialization against its baselines."""
