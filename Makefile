@@ -49,6 +49,7 @@ bench: .venv/stamp
 
 results: .venv/stamp
 	.venv/bin/python -m experiments.mada --preset=reduced --workdir=runs/mada-reduced --resume
+	.venv/bin/python -m experiments.eoi --preset=reduced --workdir=runs/eoi-reduced --resume
 
 .venv/stamp: INTERPRETER = $(PYTHON)
 .venv-newest/stamp: INTERPRETER = $(NEWEST)

@@ -149,8 +149,8 @@ PRESETS = {
                 _DEEP_300, depth=100, num_steps=150, arms=("eoi", "masked")
             )
         },
-        spectrum=Spectrum(densities=(0.1,), activations=("linear", "tanh"), ai_steps=200),
-        timing=Timing(sizes=(128, 256), rounds=2),
+        spectrum=Spectrum(densities=(0.1,), activations=("linear",), inits=("eoi", "masked")),
+        timing=Timing(sizes=(128,), rounds=2),
     ),
     "reduced": Config(
         seeds=3,

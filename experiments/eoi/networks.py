@@ -1,6 +1,7 @@
 """The networks of the paper, and the ways to initialise them."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -102,24 +103,17 @@ def official_layout_of(path: str, leaf: Any) -> eoi.Layout:
     return eoi.Layout(batch_axis=tuple(range(num_stacked(path, leaf))))
 
 
-def kaiming_with_mask(density, scale=1.0, *, in_axis, out_axis, batch_axis, feature_group_count):
+def kaiming_with_mask(density, scale=1.0, **layout):
     """PyTorch's default weights, uniform in ``±1/sqrt(fan_in)``, times a random mask."""
     del scale
-    masked = eoi.masked_orthogonal_with_mask(
-        density,
-        in_axis=in_axis,
-        out_axis=out_axis,
-        batch_axis=batch_axis,
-        feature_group_count=feature_group_count,
-    )
-    uniform = jax.nn.initializers.variance_scaling(
-        1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis, batch_axis=batch_axis
-    )
+    masked = eoi.masked_orthogonal_with_mask(density, **layout)
 
     def init(key, shape, dtype=jnp.float32):
         weight_key, mask_key = jax.random.split(key)
         _, mask = masked(mask_key, shape, dtype)
-        return jnp.where(mask, uniform(weight_key, shape, dtype), 0), mask
+        fan_in = math.prod(shape) // (shape[-1] * math.prod(shape[i] for i in layout["batch_axis"]))
+        weights = jax.random.uniform(weight_key, shape, dtype, -1, 1) / math.sqrt(fan_in)
+        return jnp.where(mask, weights, 0), mask
 
     return init
 

@@ -240,16 +240,21 @@ def run_training(
     pruned = None
     if method not in networks.SHAPE_METHODS:
         pruned = prune(problem, method, keys[0], data)
-    start, step = _start_and_step(problem, arm, pruned, steps)
+    draw = initial(problem, arm, pruned)
+    # Drawn layer by layer, not in one program: layers of one shape share what is compiled.
+    drawn = jax.device_get([draw(key) for key in keys])
+    start = functools.partial(_start, part, steps)
+    step = make_step(problem, steps)
     if part.together:
         device_mesh = None
-        train_state = jax.jit(jax.vmap(start))(keys)
+        params, masks = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
+        train_state = jax.jit(jax.vmap(start))(params, masks, keys)
         step = jax.jit(jax.vmap(step), donate_argnums=0)
     else:
         device_mesh = context.mesh
-        train_state, shardings = mesh.init_sharded(
-            start, keys[0], make_optimizer(part, steps, None), (), device_mesh
-        )
+        abstract = jax.eval_shape(start, *drawn[0], keys[0])
+        shardings = _shardings(part, abstract, device_mesh)
+        train_state = jax.jit(start, out_shardings=shardings)(*drawn[0], keys[0])
         step = mesh.jit_step(step, device_mesh, shardings)
 
     result: dict[str, Any] = {}
@@ -269,17 +274,17 @@ def run_training(
     return result | {key: np.ravel(value).tolist() for key, value in evaluation.items()}
 
 
-def _start_and_step(problem: Problem, arm: str, pruned: PyTree, steps: int):
-    """``key -> state`` and ``(state, batch) -> (state, metrics)``, not jitted."""
-    part = problem.part
-    draw = initial(problem, arm, pruned)
+def _start(part: Training, steps: int, params: PyTree, masks: PyTree, key) -> state.TrainState:
+    return state.init_state(params, make_optimizer(part, steps, masks), key)
 
-    def start(key):
-        params, masks = draw(key)
-        return state.init_state(params, make_optimizer(part, steps, masks), key)
 
-    # Masks are part of the optimizer's state: the step takes them from there.
-    return start, state.make_train_step(make_loss(problem), make_optimizer(part, steps, None))
+def make_step(problem: Problem, steps: int) -> Callable:
+    """``(state, batch) -> (state, metrics)``, not jitted; the masks come with the state."""
+    return state.make_train_step(make_loss(problem), make_optimizer(problem.part, steps, None))
+
+
+def _shardings(part: Training, abstract: state.TrainState, device_mesh) -> state.TrainState:
+    return mesh.state_shardings(abstract, make_optimizer(part, 1, None), (), device_mesh)
 
 
 def _batches(part: Training, data: images_lib.ImageSplits, seeds: Sequence[int]) -> BatchIterator:
@@ -366,11 +371,11 @@ def dry_run(context: app.Context[Any], parts: Mapping[str, Training]) -> None:
         shape, _, num_images = DATA_SHAPES[part.data]
         steps = num_steps(part, num_images)
         arm = next(arm for arm in part.arms if arm.endswith("eoi"))
-        start, step = _start_and_step(problem, arm, None, steps)
         key = jax.random.key(0)
-        abstract = jax.eval_shape(start, key)
-        optimizer = make_optimizer(part, steps, None)
-        shardings = mesh.state_shardings(abstract, optimizer, (), context.mesh)
+        drawn = jax.eval_shape(initial(problem, arm), key)
+        abstract = jax.eval_shape(functools.partial(_start, part, steps), *drawn, key)
+        shardings = _shardings(part, abstract, context.mesh)
+        step = make_step(problem, steps)
         placed = mesh.batch_sharding(context.mesh)
         if part.batch_size % context.mesh.shape["data"]:
             raise ValueError(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from icmljax.data import text
-from icmljax.experiments.common import app, report
+from icmljax.experiments.common import app, report, sizes
 from icmljax.experiments.common.arms import select_arms
 from icmljax.experiments.mada.shared import (
     ADAM,
@@ -290,11 +290,7 @@ def dry_run(context: app.Context[Any], part: Text) -> None:
             jnp.int32,
             sharding=mesh.batch_sharding(context.mesh),
         )
-        placed = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
-        )
-        compiled = step.lower(placed, {"inputs": block, "targets": block}).compile()
-        sizes = mesh.memory_report(compiled, abstract, shardings)
+        batch = {"inputs": block, "targets": block}
         tokens = part.batch_size * part.model.block_size
         rows.append(
             {
@@ -304,7 +300,7 @@ def dry_run(context: app.Context[Any], part: Text) -> None:
                 "tokens/step": f"{tokens:,}",
                 "FLOPs/step": f"{gpt.flops_per_token(part.model) * tokens:.3e}",
             }
-            | {f"{key} MB/device": f"{size / 1e6:,.1f}" for key, size in sizes.items()}
+            | sizes.step_sizes(step, abstract, shardings, batch)
         )
     report.table(rows, title=f"{context.preset}, compiled from shapes (memory as planned for CPU)")
 

@@ -9,6 +9,7 @@ import jax
 from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float
 
+from icmljax.nn.convolution import convolve
 from icmljax.nn.mlp import scan_layers
 
 
@@ -71,7 +72,7 @@ class PlainCNN(nn.Module):
         hidden = self.activation(conv(name="input")(images))
         for name in ("halve_1", "halve_2"):
             hidden = self.activation(conv(strides=2, name=name)(hidden))
-        layer = conv(name="hidden")
+        layer = conv(conv_general_dilated=convolve, name="hidden")
         hidden = scan_layers(layer, self.activation, hidden, self.depth - 6, self.unroll)
         hidden = nn.avg_pool(hidden, (2, 2), strides=(2, 2)).reshape(len(images), -1)
         return nn.Dense(self.num_classes, kernel_init=self.kernel_init, name="output")(hidden)

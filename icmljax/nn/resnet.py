@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float
 
+from icmljax.nn.convolution import convolve
 from icmljax.nn.norm import ConvNorm
 
 
@@ -93,6 +94,7 @@ class CifarResNet(nn.Module):
         conv = functools.partial(
             ConvNorm, momentum=self.momentum, kernel_init=self.kernel_init, dtype=self.dtype
         )
+        scanned_conv = functools.partial(conv, convolve=convolve)
         hidden = self.activation(conv(self.width, name="input")(images, train))
         for stage in (1, 2, 3):
             channels = self.width * 2 ** (stage - 1)
@@ -108,7 +110,7 @@ class CifarResNet(nn.Module):
                     split_rngs={"params": True},
                     in_axes=nn.broadcast,
                     length=equal,
-                )(channels, 1, self.activation, conv, name=f"stage_{stage}")
+                )(channels, 1, self.activation, scanned_conv, name=f"stage_{stage}")
                 hidden, _ = stack(hidden, train)
         features = hidden.mean((1, 2))
         return nn.Dense(self.num_classes, kernel_init=self.kernel_init, name="output")(features)

@@ -71,7 +71,7 @@ def apply_masks(params: PyTree, masks: PyTree) -> PyTree:
 
 def count(mask: Bool[Array, "..."]) -> Int[Array, ""]:
     """How many entries of one mask are True."""
-    return jnp.sum(mask, dtype=jnp.int32)
+    return _sum(mask)
 
 
 def density_of(mask: Bool[Array, "..."]) -> Float[Array, ""]:
@@ -130,11 +130,45 @@ def random_mask(
     if not exact:
         probability = density.reshape(lead + (1,) * len(own))
         return jax.random.bernoulli(key, jnp.asarray(probability, jnp.float32), shape)
-    size = math.prod(own)
-    counts = np.rint(density * size).astype(np.int32).ravel()
+    counts = np.rint(density * math.prod(own)).astype(np.int32).ravel()
     keys = jax.random.split(key, len(counts))
-    ranks = jax.vmap(lambda k: jax.random.permutation(k, size))(keys)
-    return (ranks < counts[:, None]).reshape(shape)
+    draw = jax.vmap(lambda key, count: switch_on(key, jnp.zeros(own, bool), count))
+    return draw(keys, counts).reshape(shape)
+
+
+def switch_on(key: PRNGKeyArray, mask: Bool[Array, "*shape"], count: Any) -> Bool[Array, "*shape"]:
+    """Switches on further entries of a mask, drawn uniformly, until there are ``count``.
+
+    An entry's random number is compared with the threshold that lets the right number through,
+    found by bisection: a sort would be slower.
+
+    Args:
+      key: PRNG key.
+      mask: what is on already, and stays so.
+      count: how many entries are on in the end, may be traced; what is on already where that is
+        more, all where it is more than there are.
+
+    Returns:
+      The mask.
+    """
+    free = ~mask
+    missing = jnp.maximum(jnp.asarray(count, jnp.int32) - _sum(mask), 0)
+    drawn = jax.random.bits(key, mask.shape, jnp.uint32)
+
+    def bisect(bit, threshold):
+        higher = threshold | (jnp.uint32(1 << 31) >> bit)
+        return jnp.where(_sum(free & (drawn < higher)) <= missing, higher, threshold)
+
+    # The largest threshold with at most as many numbers below it as are missing.
+    threshold = jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), bisect, jnp.uint32(0))
+    below = free & (drawn < threshold)
+    equal = (free & (drawn == threshold)).ravel()
+    first = jnp.cumsum(equal, dtype=jnp.int32) <= missing - _sum(below)
+    return mask | below | (equal & first).reshape(mask.shape)
+
+
+def _sum(mask):
+    return jnp.sum(mask, dtype=jnp.int32)
 
 
 def random_masks(

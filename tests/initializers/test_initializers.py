@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from icmljax.initializers import eoi
 from icmljax.initializers.eoi import initializers
+from icmljax.sparsity import masks
 from icmljax.training.mesh import make_mesh
 from tests.initializers.common import fits, golden, keys, orthogonality_error
 
@@ -69,13 +70,13 @@ def test_a_linear_net_of_orthogonal_layers_is_isometric():
     densities = np.geomspace(1 / 32, 1, 20)
     with jax.enable_x64(True):
         init = eoi.orthogonal_with_mask(densities, 1.03, batch_axis=0, dtype=jnp.float64)
-        layers, masks = init(KEY, (20, 32, 32))
+        layers, own_masks = init(KEY, (20, 32, 32))
         assert layers.dtype == jnp.float64
         spectrum = eoi.jacobian_spectrum(
             lambda w, x: functools.reduce(jnp.matmul, w, x), list(layers), jnp.ones((2, 32))
         )
     np.testing.assert_allclose(spectrum, 1.03**20, rtol=0, atol=1e-10)
-    for layer, mask, density in zip(layers, masks, densities, strict=True):
+    for layer, mask, density in zip(layers, own_masks, densities, strict=True):
         assert_layer(layer, mask, density, 1.03, tolerance=1e-13)
 
 
@@ -249,27 +250,27 @@ def test_positions_that_start_at_zero_have_gradients():
 
 def test_further_positions_are_uniform():
     support = jnp.zeros((5, 6), bool).at[2].set(True)
-    masks = jax.jit(jax.vmap(lambda key: initializers.with_more(key, support, 14)))(keys(3, 3000))
-    masks = np.asarray(masks)
-    assert (masks.sum(axis=(1, 2)) == 14).all()
-    assert masks[:, 2].all()
-    counts = np.delete(masks.sum(axis=0), 2, axis=0).ravel()
+    drawn = jax.jit(jax.vmap(lambda key: masks.switch_on(key, support, 14)))(keys(3, 3000))
+    drawn = np.asarray(drawn)
+    assert (drawn.sum(axis=(1, 2)) == 14).all()
+    assert drawn[:, 2].all()
+    counts = np.delete(drawn.sum(axis=0), 2, axis=0).ravel()
     # 8 of 24 in each draw: the counts of a draw are not independent, they vary less.
     p, draws = 8 / 24, 3000
     statistic = ((counts - draws * p) ** 2).sum() / (draws * p * (1 - p)) * 23 / 24
     assert scipy.stats.chi2.sf(statistic, 23) > 1e-3
-    pairs = masks[:, 0, 0] & masks[:, 4, 5]
+    pairs = drawn[:, 0, 0] & drawn[:, 4, 5]
     expected = 8 * 7 / (24 * 23)
     assert abs(pairs.mean() - expected) < 4 * math.sqrt(expected / draws)
 
 
 def test_further_positions_when_numbers_are_equal(monkeypatch):
     monkeypatch.setattr(
-        initializers.jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, 7, dtype)
+        masks.jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, 7, dtype)
     )
     support = jnp.zeros((5, 6), bool).at[2].set(True)
     for count in (0, 6, 7, 20, 30, 40):
-        mask = initializers.with_more(KEY, support, count)
+        mask = masks.switch_on(KEY, support, count)
         assert mask.sum() == min(max(count, 6), 30) and mask[2].all()
 
 

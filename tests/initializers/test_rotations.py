@@ -16,9 +16,21 @@ from tests.initializers.common import fits, golden, keys, orthogonality_error
 MATRICES = ("square_64_d0125", "wide_24_60_d02", "tall_60_24_d02", "square_16_dense")
 NEVER = np.iinfo(np.int32).max
 KEY = jax.random.key(0)
+FLOAT32 = np.dtype("float32")
 
 
 # ------------------------------------------------------------------------ numbers of the authors
+
+
+def unpack(support, rows):
+    """Bit sets as bool [columns, rows], by NumPy's own."""
+    words = np.ascontiguousarray(np.asarray(support).astype("<u4"))
+    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :rows].astype(bool)
+
+
+def pack(support):
+    bits = np.pad(support, ((0, 0), (0, -support.shape[1] % 32)))
+    return np.packbits(bits, axis=1, bitorder="little").view("<u4").astype(np.uint32)
 
 
 LENGTH = 100  # of all plans, so that those of one shape share a program
@@ -28,19 +40,23 @@ def replay(case):
     """Rows, columns and the plan of the rotations of a case, its levels from their definition."""
     rows, cols = sorted(int(x) for x in case["shape"])
     kept = int(case["kept"])
-    pairs, angles, level = np.ones((LENGTH, 2), np.int32), np.ones(LENGTH), np.ones(LENGTH, int)
+    pairs, angles, level = (
+        np.ones((LENGTH, 2), np.int32),
+        np.ones(LENGTH),
+        np.ones(LENGTH, np.int32),
+    )
     pairs[:kept], angles[:kept] = case["pairs"][:kept], case["angles"][:kept]
     last, support = np.zeros(cols, int), np.eye(cols, rows, dtype=bool)
     for t, (i, j) in enumerate(pairs[:kept]):
         level[t] = last[i] = last[j] = 1 + max(last[i], last[j])
         support[i] = support[j] = support[i] | support[j]
     plan = eoi.GivensPlan(
-        jnp.asarray(pairs),
-        jnp.asarray(angles),
-        jnp.asarray(level, jnp.int32),
-        jnp.int32(kept),
-        rotations.pack_support(jnp.asarray(support)),
-        jnp.int32(support.sum()),
+        pairs,
+        angles,
+        level,
+        np.int32(kept),
+        pack(support),
+        np.int32(support.sum()),
     )
     return rows, cols, plan
 
@@ -55,7 +71,7 @@ def test_same_rotations_make_the_same_matrix(name):
     for x64, tolerance in ((True, 1e-12), (False, 5e-6)):
         with jax.enable_x64(x64):
             rows, cols, plan = replay(case)
-            matrix = np.asarray(turn(plan, jnp.eye(rows, cols)))
+            matrix = np.asarray(turn(plan, np.eye(rows, cols)))
         expected = case["matrix_f64" if x64 else "matrix_f32"]
         assert matrix.dtype == expected.dtype
         np.testing.assert_allclose(matrix.T if tall else matrix, expected, rtol=0, atol=tolerance)
@@ -90,7 +106,7 @@ def test_same_rotations_stop_at_the_same_density(name):
     assert done.n_valid == kept
     np.testing.assert_array_equal(done.level[:kept], plan.level[:kept])
     np.testing.assert_array_equal(done.support, plan.support)
-    support = np.asarray(rotations.unpack_support(done.support, rows)).T
+    support = unpack(done.support, rows).T
     matrix = case["matrix_f64"] if len(case["matrix_f64"]) == rows else case["matrix_f64"].T
     np.testing.assert_array_equal(support, matrix != 0)
 
@@ -165,15 +181,9 @@ def supports(keys, n, t, scheme):
     def draw(key):
         goal = rotations.Goal(NEVER, NEVER, NEVER, t)
         plan = rotations.draw_plan(
-            key,
-            n,
-            n,
-            goal,
-            scheme=scheme,
-            exact=False,
-            angle_range=(0.0, 1.0),
-            dtype=np.dtype("float32"),
-        )
+            key, n, n, goal,
+            scheme=scheme, exact=False, angle_range=(0.0, 1.0), capacity=t, dtype=FLOAT32,
+        )  # fmt: skip
         return rotations.unpack_support(plan.support, n)
 
     return jax.vmap(draw)(keys)
@@ -227,7 +237,7 @@ def test_angles_keep_to_their_open_interval(x64):
         angles = np.asarray(angles)
     assert angles.min() > -0.2 and angles.max() < 0.1 and (angles != 0).all()
     assert scipy.stats.kstest((angles + 0.2) / 0.3, "uniform").pvalue > 1e-3
-    assert len(np.unique(angles)) > (3999 if x64 else 3990)
+    assert len(np.unique(angles)) > 3990
 
 
 def test_float64_angles_without_x64_are_float32():
@@ -281,9 +291,9 @@ def test_levels_are_the_sequence_bit_for_bit():
     rows, cols = 40, 48
     with jax.enable_x64(True):
         plan = plan_of(jax.random.key(5), rows, cols, 0.97, dtype="float64")
-        levelled = np.asarray(turn(plan, jnp.eye(rows, cols)))
+        levelled = np.asarray(turn(plan, np.eye(rows, cols)))
         numbers = jnp.arange(1, len(plan.pairs) + 1, dtype=jnp.int32)
-        in_order = np.asarray(turn(plan._replace(level=numbers), jnp.eye(rows, cols)))
+        in_order = np.asarray(turn(plan._replace(level=numbers), np.eye(rows, cols)))
         # As XLA computes them: NumPy's cosine may differ in the last bit.
         cos, sin = (np.asarray(f(plan.angles)) for f in (jnp.cos, jnp.sin))
         assert plan.pairs.dtype == plan.level.dtype == plan.nonzeros.dtype == jnp.int32
@@ -301,7 +311,7 @@ def test_levels_are_the_sequence_bit_for_bit():
     for number in range(1, level.max() + 1):
         columns = pairs[level == number]
         assert len(columns) and len(np.unique(columns)) == columns.size
-    support = np.asarray(rotations.unpack_support(plan.support, rows)).T
+    support = unpack(plan.support, rows).T
     np.testing.assert_array_equal(levelled != 0, support)
     assert support.sum() == plan.nonzeros
 
@@ -310,11 +320,13 @@ def test_support_is_packed_and_unpacked():
     support = np.random.default_rng(0).random((5, 70)) < 0.4
     packed = rotations.pack_support(jnp.asarray(support))
     assert packed.shape == (5, 3)
+    np.testing.assert_array_equal(packed, pack(support))
+    np.testing.assert_array_equal(unpack(packed, 70), support)
     np.testing.assert_array_equal(rotations.unpack_support(packed, 70), support)
     assert int(rotations._size(packed).sum()) == support.sum()
 
 
-def test_plans_are_equal_under_jit_and_vmap_and_in_a_loop():
+def test_plans_under_vmap_are_those_of_a_loop():
     some = keys(6, 4)
     together = jax.vmap(lambda key: eoi.plan_rotations(key, 20, 30, 0.3))(some)
     for index, key in enumerate(some):
@@ -322,8 +334,6 @@ def test_plans_are_equal_under_jit_and_vmap_and_in_a_loop():
         jax.tree.map(
             np.testing.assert_array_equal, alone, jax.tree.map(lambda x, i=index: x[i], together)
         )
-    eager = eoi.plan_rotations(some[0], 20, 30, 0.3)
-    jax.tree.map(np.testing.assert_array_equal, eager, plan_of(some[0], 20, 30, 0.3))
     assert len(np.unique(np.asarray(together.pairs)[:, 0], axis=0)) > 1
 
 
@@ -335,7 +345,7 @@ def test_exact_target_is_reached(scheme):
     for density in (0.05, 0.21, 0.5, 0.9, 1.0):
         plan = plan_of(jax.random.key(7), 20, 30, density, scheme=scheme, target="exact")
         assert plan.nonzeros == round(density * 600), density
-        matrix = np.asarray(turn(plan, jnp.eye(20, 30)))
+        matrix = np.asarray(turn(plan, np.eye(20, 30)))
         assert orthogonality_error(matrix) < 2e-6
         assert np.count_nonzero(matrix) == plan.nonzeros
         pairs, _, _ = valid(plan)
@@ -362,7 +372,7 @@ def test_matching_spreads_rows_less():
         for key in keys(10, 5):
             plan = plan_of(key, 20, 30, 0.4, scheme=scheme)
             assert abs(int(plan.nonzeros) - 240) <= 10
-            rows = np.asarray(rotations.unpack_support(plan.support, 20)).sum(axis=0)
+            rows = unpack(plan.support, 20).sum(axis=0)
             stds.append(rows.std())
     assert max(spread["matching"]) < min(spread["iid"])
 
@@ -372,20 +382,20 @@ def test_at_most_max_rotations():
     assert plan.n_valid == 3 and plan.pairs.shape == (3, 2)
     none = eoi.plan_rotations(KEY, 7, 7, 1.0, max_rotations=0)
     assert none.n_valid == 0 and none.nonzeros == 7
-    np.testing.assert_array_equal(turn(none, jnp.eye(7)), np.eye(7))
+    np.testing.assert_array_equal(turn(none, np.eye(7)), np.eye(7))
 
 
 def test_growth_keeps_orthogonality():
     """A matrix with orthonormal rows is rotated further, to the density of its larger support."""
     first = plan_of(jax.random.key(12), 20, 30, 0.1)
-    matrix = turn(first, jnp.eye(20, 30))
-    support = rotations.unpack_support(first.support, 20).T
+    matrix = turn(first, np.eye(20, 30))
+    support = jnp.asarray(unpack(first.support, 20).T)
     more = eoi.plan_rotations(jax.random.key(13), 20, 30, 0.25, support=support)
     grown = np.asarray(turn(more, matrix))
     assert orthogonality_error(grown) < 2e-6
     assert more.n_valid > 0
     assert abs(int(more.nonzeros) - 150) <= 10
-    after = np.asarray(rotations.unpack_support(more.support, 20)).T
+    after = unpack(more.support, 20).T
     np.testing.assert_array_equal(after, grown != 0)
     assert (after | ~np.asarray(support)).all()
     same = eoi.plan_rotations(jax.random.key(13), 20, 30, 0.05, support=support)

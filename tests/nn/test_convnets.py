@@ -1,4 +1,4 @@
-"""Tests of the convolutional networks: icmljax.nn.{cnn,norm,resnet,vgg,efficientnet}."""
+"""Tests of the convolutional networks: icmljax.nn.{cnn,convolution,norm,resnet,...}."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from icmljax.nn import efficientnet
 from icmljax.nn.cnn import PlainCNN
+from icmljax.nn.convolution import convolve
 from icmljax.nn.efficientnet import EfficientNet, EfficientNetConfig, Stage, b0, small
 from icmljax.nn.norm import ConvNorm, batch_statistics
 from icmljax.nn.resnet import CifarResNet
@@ -140,6 +140,54 @@ def test_deep_plain_cnn_passes_the_gradient_on():
     norms = np.linalg.norm(gradient(params)["hidden"]["bias"], axis=1)
     assert len(norms) == 294 and norms[-1] > 0.1
     np.testing.assert_allclose(norms, norms[-1], rtol=1e-3)
+
+
+# Convolutions on CPUs
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "groups", "padding"),
+    [(3, 1, 1, "VALID"), (3, 2, 1, "SAME"), (3, 1, 6, [(1, 1)] * 2), (5, 2, 6, [(2, 2)] * 2)],
+)
+def test_convolution_by_shifts(size, stride, groups, padding):
+    """What CPUs run against what the others run, gradients too."""
+    inputs = _images(2, 7, 8, 6)
+    kernel = _images(size, size, 6 // groups, 6 if groups > 1 else 4, seed=1)
+    options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(convolve, inputs, kernel):
+        def loss(inputs, kernel):
+            outputs = convolve(inputs, kernel, (stride, stride), padding, **options)
+            return jnp.sum(jnp.sin(outputs)), outputs
+
+        gradients, outputs = jax.grad(loss, (0, 1), has_aux=True)(inputs, kernel)
+        return outputs, *gradients
+
+    actual = results(convolve, inputs, kernel)
+    expected = results(jax.lax.conv_general_dilated, inputs, kernel)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_scanned_convolutions_on_other_platforms_are_xla_s_and_keep_their_inputs_only():
+    x = jax.ShapeDtypeStruct((4, 8, 8, 6), jnp.float32)
+    kernels = jax.ShapeDtypeStruct((5, 3, 3, 6, 6), jnp.float32)
+
+    def layers(x, kernels):
+        def layer(x, kernel):
+            options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return convolve(x, kernel, (1, 1), "SAME", **options), None
+
+        return jax.lax.scan(layer, x, kernels)[0]
+
+    traced = jax.jit(jax.grad(lambda x, kernels: jnp.sum(layers(x, kernels)), 1)).trace(x, kernels)
+    cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
+    tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "stablehlo.convolution" not in cpu and "stablehlo.convolution" in tpu
+    assert "stablehlo.dot_general" in cpu and "stablehlo.dot_general" not in tpu
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(layers, *args)[1], x, kernels))
+    assert sum(leaf.size for leaf in kept) <= 5 * x.size + kernels.size + 5
 
 
 # Batch normalisation
@@ -287,28 +335,6 @@ def test_efficientnet_is_its_blocks_one_after_another():
     logits, _, *gradients = _train(TINY_EFFICIENT, params, images)
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
     _assert_all_nonzero(gradients)
-
-
-@pytest.mark.parametrize(("size", "stride"), [(3, 1), (5, 2)])
-def test_depthwise_convolution_by_shifts(size, stride):
-    """What CPUs run against what the others run, gradients too."""
-    inputs, kernel = _images(2, 7, 8, 6), _images(size, size, 1, 6, seed=1)
-    options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=6)
-
-    def results(convolve, inputs, kernel):
-        def loss(inputs, kernel):
-            padding = [(size // 2, size // 2)] * 2
-            outputs = convolve(inputs, kernel, (stride, stride), padding, **options)
-            return jnp.sum(jnp.sin(outputs)), outputs
-
-        gradients, outputs = jax.grad(loss, (0, 1), has_aux=True)(inputs, kernel)
-        return outputs, *gradients
-
-    results = jax.jit(results, static_argnums=0)
-    actual = results(efficientnet._convolve_depthwise, inputs, kernel)
-    expected = results(jax.lax.conv_general_dilated, inputs, kernel)
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_and_stochastic_depth_act_in_training_only():

@@ -18,10 +18,9 @@ from icmljax.initializers.eoi.initializers import (
     compute_dtype,
     draw_layers,
     read_shape,
-    with_more,
 )
-from icmljax.initializers.eoi.trees import LayoutOf, blocks, channels_last
-from icmljax.sparsity.masks import as_masks, path_name
+from icmljax.initializers.eoi.trees import LayoutOf, channels_last, taps
+from icmljax.sparsity.masks import as_masks, map_named, switch_on
 
 
 def masked_orthogonal_with_mask(
@@ -65,25 +64,27 @@ def masked_orthogonal_with_mask(
         values = np.asarray(density, np.float64)
         if not np.all((values >= 0) & (values <= 1)):
             raise ValueError(f"density is {density}, expected a number in [0, 1]")
-        _, batch, _, block = sizes = read_shape(shape, layout)
-        taps, fan_in, fan_out, groups = block
-        count = np.rint(np.broadcast_to(values, batch) * block.size).astype(np.int32).ravel()
-
-        def layer(key, count):
-            matrix_key, mask_key = jax.random.split(key)
-            rows = fan_in * (taps if kernel == "flat" else 1)
-            draw = functools.partial(_haar, rows=rows, cols=fan_out, dtype=compute)
-            matrix = jax.vmap(draw)(jax.random.split(matrix_key, groups))
-            matrix = matrix.swapaxes(0, 1).reshape(-1, fan_in, groups * fan_out)
-            weights = jnp.zeros((taps, fan_in, groups * fan_out), compute)
-            at = slice(None) if kernel == "flat" else slice(taps // 2, taps // 2 + 1)
-            weights = weights.at[at].set(matrix)
-            mask = with_more(mask_key, jnp.zeros(weights.shape, bool), count)
-            return jnp.where(mask, weights, 0), mask
-
-        return draw_layers(layer, key, shape, sizes, scale, dtype, count)
+        sizes = read_shape(shape, layout)
+        count = np.rint(np.broadcast_to(values, sizes.batch) * sizes.block.size).astype(np.int32)
+        spec = sizes.block, kernel, compute
+        shape, dtype = tuple(shape), jnp.dtype(dtype)
+        return draw_layers(_masked_layer, spec, shape, sizes, dtype, key, scale, count.ravel())
 
     return init
+
+
+def _masked_layer(spec, key, count):
+    (num_taps, fan_in, fan_out, groups), kernel, dtype = spec
+    matrix_key, mask_key = jax.random.split(key)
+    rows = fan_in * (num_taps if kernel == "flat" else 1)
+    draw = functools.partial(_haar, rows=rows, cols=fan_out, dtype=dtype)
+    matrix = jax.vmap(draw)(jax.random.split(matrix_key, groups))
+    matrix = matrix.swapaxes(0, 1).reshape(-1, fan_in, groups * fan_out)
+    weights = jnp.zeros((num_taps, fan_in, groups * fan_out), dtype)
+    at = slice(None) if kernel == "flat" else slice(num_taps // 2, num_taps // 2 + 1)
+    weights = weights.at[at].set(matrix)
+    mask = switch_on(mask_key, jnp.zeros(weights.shape, bool), count)
+    return jnp.where(mask, weights, 0), mask
 
 
 def _haar(key, rows, cols, dtype):
@@ -156,39 +157,50 @@ def sao_with_mask(
         if kernel or block.groups != 1:
             raise ValueError(f"SAO is for matrices, got a weight of shape {tuple(shape)}, {layout}")
         half = 2 if relu else 1
-        rows, cols = block.rows // half, block.cols // half
-        degree = round(density * cols)
-        if not 1 <= degree <= cols or abs(degree - density * cols) > 1e-6:
-            raise ValueError(
-                f"density {density} of a weight of shape {tuple(shape)} is no whole degree:"
-                f" expected a multiple of 1/{cols} in (0, 1]"
-            )
         if relu and (block.rows % 2 or block.cols % 2):
             raise ValueError(f"relu needs even sizes, got a weight of shape {tuple(shape)}")
-
-        def layer(key):
-            matrix, support = _blocks_of_one_support(key, rows, cols, degree, compute)
-            if relu:
-                matrix = jnp.block([[matrix, -matrix], [-matrix, matrix]])
-                support = jnp.tile(support, (2, 2))
-            if block.fan_in == block.cols:
-                matrix, support = matrix.T, support.T
-            return matrix[None], support[None]
-
-        return draw_layers(layer, key, shape, sizes, scale, dtype)
+        rows, cols = block.rows // half, block.cols // half
+        degrees = np.unique(np.asarray(density, np.float64)) * cols
+        degree = round(float(degrees[0]))
+        if len(degrees) > 1 or not 1 <= degree <= cols or abs(degree - degrees[0]) > 1e-6:
+            raise ValueError(
+                f"density {density} of a weight of shape {tuple(shape)} is no whole degree:"
+                f" expected a multiple of 1/{cols} in (0, 1], the same for all layers"
+            )
+        if _group_size(rows, cols, degree) is None:
+            raise ValueError(
+                f"{rows} rows of degree {degree} need groups with disjoint supports: {cols} columns"
+                " are too few; choose a degree that divides their number"
+            )
+        spec = block, degree, relu, compute
+        return draw_layers(_sao_layer, spec, tuple(shape), sizes, jnp.dtype(dtype), key, scale)
 
     return init
 
 
+def _group_size(rows, cols, degree):
+    """The smallest number of rows with one support at which all supports have room."""
+    sizes = (size for size in range(1, degree + 1) if -(-rows // size) * degree <= cols)
+    return next(sizes, None)
+
+
+def _sao_layer(spec, key):
+    block, degree, relu, dtype = spec
+    half = 2 if relu else 1
+    matrix, support = _blocks_of_one_support(
+        key, block.rows // half, block.cols // half, degree, dtype
+    )
+    if relu:
+        matrix = jnp.block([[matrix, -matrix], [-matrix, matrix]])
+        support = jnp.tile(support, (2, 2))
+    if block.fan_in == block.cols:
+        matrix, support = matrix.T, support.T
+    return matrix[None], support[None]
+
+
 def _blocks_of_one_support(key, rows, cols, degree, dtype):
     """Rows in groups as large as disjoint supports allow, both in random order."""
-    sizes = [size for size in range(1, degree + 1) if -(-rows // size) * degree <= cols]
-    if not sizes:
-        raise ValueError(
-            f"{rows} rows of degree {degree} need groups with disjoint supports: {cols} columns are"
-            " too few; choose a degree that divides their number"
-        )
-    per_group = sizes[0]
+    per_group = _group_size(rows, cols, degree)
     groups = -(-rows // per_group)
     row_key, column_key, block_key = jax.random.split(key, 3)
     draw = functools.partial(_haar, rows=per_group, cols=degree, dtype=dtype)
@@ -235,34 +247,27 @@ def approximate_isometry(
       ICLR 2020; the norm is not squared, as in the code of Nowak et al.
     """
 
-    def layer_loss(weight, mask, layout):
-        c = blocks(jnp.where(mask, weight, 0), layout)
+    def optimised(name, leaf, mask):
+        if mask.ndim == 0:
+            return leaf
+        return _descend(layout_of(name, leaf), steps, leaf, mask, sigma_w, lr)
+
+    return map_named(optimised, params, as_masks(params, masks), "masks")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _descend(layout, steps, weight, mask, sigma_w, lr):
+    """The part of one layer: no other layer's gradient depends on it."""
+
+    def loss(weight):
+        parts = taps(jnp.where(mask, weight, 0), layout)
+        c = parts.reshape((*parts.shape[:2], -1, parts.shape[-1]))
         gram = c.mT @ c if c.shape[-2] >= c.shape[-1] else c @ c.mT
         error = gram - sigma_w**2 * jnp.eye(gram.shape[-1], dtype=gram.dtype)
         return jnp.sum(optax.safe_norm(error, 0.0, axis=(-2, -1)))
 
-    @jax.jit
-    def descend(weights, masks):
-        def loss(weights):
-            return sum(map(layer_loss, weights, masks, layouts))
-
-        def step(_, weights):
-            return jax.tree.map(lambda w, g: w - lr * g, weights, jax.grad(loss)(weights))
-
-        weights = jax.lax.fori_loop(0, steps, step, weights)
-        return [jnp.where(mask, w, 0) for w, mask in zip(weights, masks, strict=True)]
-
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    mask_leaves = jax.tree.leaves(as_masks(params, masks))
-    sparse = [i for i, mask in enumerate(mask_leaves) if mask.ndim]
-    if not sparse:
-        return params
-    layouts = [layout_of(path_name(leaves[i][0]), leaves[i][1]) for i in sparse]
-    values = [leaf for _, leaf in leaves]
-    done = descend([values[i] for i in sparse], [mask_leaves[i] for i in sparse])
-    for i, weight in zip(sparse, done, strict=True):
-        values[i] = weight
-    return jax.tree.unflatten(treedef, values)
+    weight = jax.lax.fori_loop(0, steps, lambda _, w: w - lr * jax.grad(loss)(w), weight)
+    return jnp.where(mask, weight, 0)
 
 
 def jacobian_spectrum(

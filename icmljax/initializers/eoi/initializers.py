@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, ScalarLike
 
 from icmljax.initializers.eoi import rotations
 from icmljax.initializers.eoi.rotations import Scheme, Target
+from icmljax.sparsity.masks import switch_on
 
 Axes = int | Sequence[int]
 Split = Literal["more", "less"]
@@ -122,7 +123,7 @@ def read_shape(shape: Sequence[int], layout: Layout) -> Sizes:
 
 def orthogonal_with_mask(
     density: float | np.ndarray,
-    scale: float = 1.0,
+    scale: ScalarLike = 1.0,
     *,
     in_axis: Axes = -2,
     out_axis: Axes = -1,
@@ -176,7 +177,7 @@ def orthogonal_with_mask(
 
 def delta_orthogonal_with_mask(
     density: float | np.ndarray,
-    scale: float = 1.0,
+    scale: ScalarLike = 1.0,
     *,
     split: Split = "more",
     in_axis: Axes = -2,
@@ -312,8 +313,10 @@ def _draw(key, shape, layout: Layout, density, scale, split: Split, law: _Law, d
         centre = min(max(centre_density(d, block.taps, split), 1 / block.cols), 1.0)
         goal = rotations.goal_of(centre, block.rows, block.cols, law.scheme, law.target)
         goals.append((*goal, round(d * block.size)))
-    layer = functools.partial(_layer, _Spec(block, bool(sizes.kernel), law, compute))
-    return draw_layers(layer, key, shape, sizes, scale, dtype, np.asarray(goals, np.int32))
+    exact = law.target == "exact"
+    spec = _Spec(block, bool(sizes.kernel), law.scheme, exact, law.angle_range, compute)
+    per_layer = np.asarray(goals, np.int32)
+    return draw_layers(_layer, spec, tuple(shape), sizes, jnp.dtype(dtype), key, scale, per_layer)
 
 
 def compute_dtype(dtype: DTypeLike) -> np.dtype:
@@ -327,26 +330,28 @@ def compute_dtype(dtype: DTypeLike) -> np.dtype:
     return jnp.promote_types(jax.dtypes.canonicalize_dtype(dtype), jnp.float32)
 
 
-def draw_layers(layer, key, shape, sizes: Sizes, scale, dtype, *per_layer):
-    """Draws the independent layers of a weight and puts them in shape.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def draw_layers(layer, spec, shape, sizes: Sizes, dtype, key, scale, *per_layer):
+    """Draws the independent layers of a weight and puts them in shape, in one program.
 
     Args:
-      layer: ``(key, *per_layer) -> (weights, mask)`` of shape (taps, in, out).
-      key: PRNG key.
+      layer: ``(spec, key, *per_layer) -> (weights, mask)`` of shape (taps, in, out).
+      spec: hashable.
       shape: of the weight.
       sizes: `read_shape` of it.
-      scale: gain.
       dtype: of the result.
+      key: PRNG key.
+      scale: gain.
       *per_layer: arrays with an entry for each layer.
 
     Returns:
       Weights and mask.
     """
+    one = functools.partial(layer, spec)
     if sizes.batch:
-        keys = jax.random.split(key, math.prod(sizes.batch))
-        weights, mask = jax.vmap(layer)(keys, *per_layer)
+        weights, mask = jax.vmap(one)(jax.random.split(key, math.prod(sizes.batch)), *per_layer)
     else:
-        weights, mask = layer(key, *(x[0] for x in per_layer))
+        weights, mask = one(key, *(x[0] for x in per_layer))
     weights = (weights * jnp.asarray(scale, weights.dtype)).astype(dtype)
 
     def in_shape(x):
@@ -358,11 +363,12 @@ def draw_layers(layer, key, shape, sizes: Sizes, scale, dtype, *per_layer):
 class _Spec(NamedTuple):
     block: Block
     has_kernel: bool  # else the mask is the support
-    law: _Law
+    scheme: Scheme
+    exact: bool
+    angle_range: tuple[float, float]
     dtype: np.dtype
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _layer(spec: _Spec, key, goal):
     """One layer: weights and mask of shape (taps, in, out), see `_draw` for the goal."""
 
@@ -375,7 +381,7 @@ def _layer(spec: _Spec, key, goal):
             matrices = jax.random.rademacher(matrix_key, (groups, 1, 1), spec.dtype)
             supports = jnp.ones((groups, 1, 1), bool)
         else:
-            keys = jax.random.split(matrix_key, groups)
+            keys = matrix_key[None] if groups == 1 else jax.random.split(matrix_key, groups)
             one = functools.partial(_matrix, spec, rotations.Goal(*goal[:-1]))
             matrices, supports = jax.lax.map(one, keys)
         weights, support = (
@@ -386,7 +392,7 @@ def _layer(spec: _Spec, key, goal):
         )
         if not spec.has_kernel:
             return weights, support
-        return weights, with_more(mask_key, support, goal[-1])
+        return weights, switch_on(mask_key, support, goal[-1])
 
     return draw(key, goal)
 
@@ -399,34 +405,11 @@ def _matrix(spec: _Spec, goal: rotations.Goal, key):
         rows,
         cols,
         goal,
-        scheme=spec.law.scheme,
-        exact=spec.law.target == "exact",
-        angle_range=spec.law.angle_range,
+        scheme=spec.scheme,
+        exact=spec.exact,
+        angle_range=spec.angle_range,
         dtype=spec.dtype,
     )
     tall = rotations.rotate_rows(plan, jnp.eye(cols, rows, dtype=spec.dtype))
     support = rotations.unpack_support(plan.support, rows)
     return (tall, support) if spec.block.fan_in == cols else (tall.T, support.T)
-
-
-def with_more(key, mask, count):
-    """Switches on further positions, drawn uniformly, until there are ``count`` (at least).
-
-    A position's random number is compared with the threshold that lets the right number through,
-    found by bisection: a sort would be slower.
-    """
-    free = ~mask
-    missing = jnp.maximum(count - jnp.sum(mask), 0)
-    drawn = jax.random.bits(key, mask.shape, jnp.uint32)
-
-    def bisect(k, threshold):
-        higher = threshold | (jnp.uint32(1 << 31) >> k)
-        below = jnp.sum(free & (drawn < higher))
-        return jnp.where(below <= missing, higher, threshold)
-
-    # The largest threshold with at most as many numbers below it as are missing.
-    threshold = jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), bisect, jnp.uint32(0))
-    below = free & (drawn < threshold)
-    tied = (free & (drawn == threshold)).ravel()
-    taken = tied & (jnp.cumsum(tied) <= missing - jnp.sum(below))
-    return mask | below | taken.reshape(mask.shape)

@@ -310,11 +310,11 @@ def draw_plan(
     """`plan_rotations` without checks, for a goal that may be traced."""
     if capacity is None:
         capacity = _capacity(rows, cols, scheme)
-    pair_key, angle_key, closing_key = jax.random.split(key, 3)
+    pair_key, angle_key = jax.random.split(key)
     pairs = _draw_pairs(pair_key, cols, capacity, scheme)
     angles = _draw_angles(angle_key, len(pairs), angle_range, dtype)
     start = _identity_support(rows, cols) if support is None else pack_support(support.T)
-    return _follow(pairs, angles, start, goal, closing_key if exact else None)
+    return _follow(pairs, angles, start, goal, jax.random.fold_in(key, 2) if exact else None)
 
 
 def check_density(density: float | np.ndarray, smallest: float, what: str) -> None:
@@ -338,27 +338,43 @@ def _capacity(rows: int, cols: int, scheme: Scheme) -> int:
 
 
 def _draw_pairs(key, n: int, capacity: int, scheme: Scheme) -> jax.Array:
+    """Ordered pairs of different columns."""
     if capacity == 0 or n < 2:
         return jnp.zeros((0, 2), jnp.int32)
-    if scheme == "iid":
-        first, second = jax.random.split(key)
-        i = jax.random.randint(first, (capacity,), 0, n, jnp.int32)
-        j = jax.random.randint(second, (capacity,), 0, n - 1, jnp.int32)
-        j = j + (j >= i)
-    else:
-        rounds = jax.random.split(key, -(-capacity // (n // 2)))
-        columns = jnp.arange(n, dtype=jnp.int32)
-        order = jax.vmap(jax.random.permutation, (0, None))(rounds, columns)[:, : n // 2 * 2]
-        i, j = order.reshape(-1, 2)[:capacity].T
+    if scheme == "matching":
+        return _matchings(key, n, capacity)
+    i, j = _below(n, key, capacity)
+    j = j + (j >= i)
     return jnp.stack([jnp.minimum(i, j), jnp.maximum(i, j)], axis=1)
+
+
+def _below(n: int, key, count: int) -> tuple[jax.Array, jax.Array]:
+    """Uniform numbers below n, and below n - 1; each as likely as any other to n / 2^32."""
+    if n >= 2**16:
+        first, second = jax.random.split(key)
+        draw = functools.partial(jax.random.randint, shape=(count,), minval=0, dtype=jnp.int32)
+        return draw(first, maxval=n), draw(second, maxval=n - 1)
+    # floor(n bits / 2^32), by halves: `randint` takes several times as long to compile.
+    bits = jax.random.bits(key, (2, count), jnp.uint32)
+    size = jnp.array([[n], [n - 1]], jnp.uint32)
+    high, low = bits >> 16, bits & 0xFFFF
+    i, j = ((high * size + ((low * size) >> 16)) >> 16).astype(jnp.int32)
+    return i, j
+
+
+def _matchings(key, n: int, count: int) -> jax.Array:
+    """Pairs of columns from rounds that pair all columns (but one, of an odd number)."""
+    rounds = jax.random.split(key, -(-count // (n // 2)))
+    columns = jnp.arange(n, dtype=jnp.int32)
+    order = jax.vmap(jax.random.permutation, (0, None))(rounds, columns)[:, : n // 2 * 2]
+    return jnp.sort(order.reshape(-1, 2)[:count], axis=1)
 
 
 def _draw_angles(key, count: int, angle_range: tuple[float, float], dtype) -> jax.Array:
     """Uniform in the open interval: an angle of exactly 0 would leave zeros in the support."""
     low, high = angle_range
-    bits, digits = (jnp.uint64, 52) if dtype == jnp.float64 else (jnp.uint32, 23)
-    drawn = jax.random.bits(key, (count,), bits) >> (jnp.iinfo(bits).bits - digits)
-    unit = (drawn.astype(dtype) + 0.5) * 2.0**-digits
+    bits = jax.random.bits(key, (count,), jnp.uint32) >> 9
+    unit = (bits.astype(dtype) + 0.5) * 2.0**-23
     return (low + (high - low) * unit).astype(dtype)
 
 

@@ -101,7 +101,7 @@ def reinit_tree(
                 return _Drawn(*factory(density, sigma_w, **layout)(own_key, leaf.shape, leaf.dtype))
             except ValueError as error:
                 raise ValueError(f"parameter {name!r}: {error}") from error
-        if name.rpartition("/")[2] in _BIASES:
+        if _is_bias(name):
             leaf = sigma_b * jax.random.normal(own_key, leaf.shape, leaf.dtype)
         return _Drawn(leaf, jnp.array(True))
 
@@ -111,6 +111,11 @@ def reinit_tree(
         return jax.tree.map(lambda x: x[index], drawn, is_leaf=lambda x: isinstance(x, _Drawn))
 
     return part(0), part(1)
+
+
+def _is_bias(name: str) -> bool:
+    # flax.nnx keeps a parameter's array one level down, as "value".
+    return name.removesuffix("/value").rpartition("/")[2] in _BIASES
 
 
 def feasible_densities(
@@ -201,17 +206,16 @@ def report(
         if density is None:
             return
         layout = layout_of(name, leaf)
-        weights = blocks(np.asarray(leaf, np.float64), layout)
-        support = blocks(mask, layout)
-        tall = weights.shape[-2] >= weights.shape[-1]
-        gram = weights.mT @ weights if tall else weights @ weights.mT
-        counts = support.sum(axis=-2)  # over taps and inputs: non-zeros of each output
+        weights = taps(np.asarray(leaf, np.float64), layout)
+        fewer_inputs = weights.shape[-2] <= weights.shape[-1]
+        gram = (weights @ weights.mT if fewer_inputs else weights.mT @ weights).sum(axis=-3)
+        counts = taps(mask, layout).sum(axis=(-3, -2))  # non-zeros of each output
         rows.append(
             LayerReport(
                 name,
                 tuple(leaf.shape),
                 float(np.mean(density)),
-                float(support.mean()),
+                float(mask.mean()),
                 int(counts.min()),
                 int(counts.max()),
                 float(np.abs(gram / sigma_w**2 - np.eye(gram.shape[-1])).max()),
@@ -222,10 +226,8 @@ def report(
     return tuple(rows)
 
 
-def blocks(weight: Any, layout: Layout) -> Any:
-    """A weight as matrices: (batch, groups, taps x in, out), in and out of one group."""
+def taps(weight: Any, layout: Layout) -> Any:
+    """A weight as matrices: (batch, groups, taps, in, out), in and out of one group."""
     order, _, _, block = read_shape(weight.shape, layout)
-    x = weight.transpose(order).reshape(
-        (-1, block.taps * block.fan_in, block.groups, block.fan_out)
-    )
-    return x.swapaxes(1, 2)
+    shape = (-1, block.taps, block.fan_in, block.groups, block.fan_out)
+    return weight.transpose(order).reshape(shape).transpose(0, 3, 1, 2, 4)
