@@ -73,10 +73,17 @@ def forward(network: nn.Module, params: PyTree, images: Array, statistics: PyTre
     return outputs[0]
 
 
-def default_variables(network: nn.Module, key: PRNGKeyArray, images: Any) -> tuple[PyTree, PyTree]:
-    """Parameters as flax draws them, and statistics of mean 0 and variance 1 (None without)."""
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def default_variables(network: nn.Module, key: PRNGKeyArray, shape: tuple[int, ...]) -> Any:
+    """Parameters as flax draws them, and statistics of mean 0 and variance 1 (None without).
+
+    Args:
+      network: it.
+      key: PRNG key.
+      shape: of one input.
+    """
     options: dict[str, Any] = {"train": False} if has_norm(network) else {}
-    variables = network.init(key, jnp.zeros((1, *images.shape[1:])), **options)
+    variables = network.init(key, jnp.zeros((1, *shape)), **options)
     return variables["params"], variables.get("batch_stats")
 
 

@@ -61,10 +61,9 @@ def run_spectrum(
 def _weights(part: Spectrum, init: str, density: float, num_inputs: int, classes: int, keys):
     """Parameters for all seeds; they do not depend on the activation."""
     network = networks.make_network("mlp", part.depth, part.width, "linear", classes)
-    example = jax.ShapeDtypeStruct((1, num_inputs), jnp.float32)
 
     def draw(key):
-        params, _ = networks.default_variables(network, key, example)
+        params, _ = networks.default_variables(network, key, (num_inputs,))
         densities = networks.densities_by_shape(params, density)
         params, _ = networks.initialize(
             init, key, params, densities, sigma_w=1.0, sigma_b=0.0, ai_steps=part.ai_steps

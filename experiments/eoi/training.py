@@ -120,7 +120,7 @@ class Problem(NamedTuple):
 
     part: Training
     network: nn.Module
-    example: jax.ShapeDtypeStruct  # one image
+    shape: tuple[int, ...]  # of one input
     mean: np.ndarray
     std: np.ndarray
 
@@ -130,8 +130,7 @@ def make_problem(part: Training, mean: Any = 0.5, std: Any = 0.25) -> Problem:
     shape, classes, _ = DATA_SHAPES[part.data]
     network = networks.make_network(part.network, part.depth, part.width, part.activation, classes)
     flat = (math.prod(shape),) if part.network == "mlp" else shape
-    example = jax.ShapeDtypeStruct((1, *flat), jnp.float32)
-    return Problem(part, network, example, np.asarray(mean), np.asarray(std))
+    return Problem(part, network, flat, np.asarray(mean), np.asarray(std))
 
 
 def inputs(problem: Problem, images: Any, key: PRNGKeyArray | None = None) -> jax.Array:
@@ -141,7 +140,7 @@ def inputs(problem: Problem, images: Any, key: PRNGKeyArray | None = None) -> ja
     x = images_lib.normalize(
         images, jnp.asarray(problem.mean, jnp.float32), jnp.asarray(problem.std, jnp.float32)
     )
-    return x.reshape(len(x), *problem.example.shape[1:])
+    return x.reshape(len(x), *problem.shape)
 
 
 def _loss_and_accuracy(logits, labels):
@@ -166,7 +165,7 @@ def initial(problem: Problem, arm: str, pruned: PyTree = None) -> Callable:
     method, init = split_arm(arm)
 
     def draw(key):
-        params, _ = networks.default_variables(problem.network, key, problem.example)
+        params, _ = networks.default_variables(problem.network, key, problem.shape)
         if pruned is None:
             by_shape = method if method in networks.SHAPE_METHODS else "uniform"
             densities = networks.densities_by_shape(params, part.density, by_shape)
@@ -191,7 +190,7 @@ def initial(problem: Problem, arm: str, pruned: PyTree = None) -> Callable:
 def prune(problem: Problem, method: str, key, data: images_lib.ImageSplits) -> PyTree:
     """Masks that a pruning method finds in the default network, from training data."""
     part = problem.part
-    params, fixed = networks.default_variables(problem.network, key, problem.example)
+    params, fixed = networks.default_variables(problem.network, key, problem.shape)
     apply_fn = functools.partial(networks.forward, problem.network)
 
     def loss(params, batch):
@@ -211,7 +210,8 @@ def prune(problem: Problem, method: str, key, data: images_lib.ImageSplits) -> P
     with jax.enable_x64(True):  # the flow through many layers leaves the range of float32
         params, fixed = jax.tree.map(lambda x: x.astype(jnp.float64), (params, fixed))
         flow = functools.partial(networks.forward, problem.network, statistics=fixed)
-        return pruning.synflow(flow, params, problem.example, part.density, **options)
+        row = jax.ShapeDtypeStruct((1, *problem.shape), jnp.float64)
+        return pruning.synflow(flow, params, row, part.density, **options)
 
 
 class _Mapped:
