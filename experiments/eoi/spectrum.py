@@ -87,25 +87,19 @@ def spectrum_report(part: Spectrum, results: Mapping[str, dict[str, Any]]):
             label = f"mean singular value, {activation}"
             panels.setdefault(label, {})[init] = report.Curve(part.densities, by_density)
     verdicts = []
-    if "eoi" in results:
-        if "linear" in part.activations:
-            error = float(np.abs(np.asarray(results["eoi"]["linear"]) - 1).max())
-            verdicts.append(
-                report.Verdict(
-                    "spectrum: EOI is 1 in the linear network, to 1e-5",
-                    f"{error:.1e}",
-                    error < 1e-5,
-                )
-            )
-        if "tanh" in part.activations and {"ai", "masked"} <= results.keys():
-            low = [i for i, density in enumerate(part.densities) if density <= 0.1]
-            means = {n: np.mean(r["tanh"]["mean"], axis=-1) for n, r in results.items()}
-            ordered = all(means["eoi"][i] > means["ai"][i] > means["masked"][i] for i in low)
-            shown = "; ".join(
-                f"{part.densities[i]:g}: "
-                + " > ".join(f"{means[n][i]:.3g}" for n in ("eoi", "ai", "masked"))
-                for i in low
-            )
-            bar = "spectrum: EOI > AI > masked in the tanh network, densities <= 0.1"
-            verdicts.append(report.Verdict(bar, shown, ordered))
+    if "eoi" in results and "linear" in part.activations:
+        error = max(results["eoi"]["linear"]["error"])
+        bar = "spectrum: all singular values of EOI are 1 in the linear network, to 1e-5"
+        verdicts.append(report.Verdict(bar, f"{error:.1e}", error < 1e-5))
+    if {"eoi", "ai", "masked"} <= results.keys() and "tanh" in part.activations:
+        low = [i for i, density in enumerate(part.densities) if density <= 0.1]
+        means = {n: np.mean(r["tanh"]["mean"], axis=-1) for n, r in results.items()}
+        ordered = all(means["eoi"][i] > means["ai"][i] > means["masked"][i] for i in low)
+        shown = "; ".join(
+            f"{part.densities[i]:g}: "
+            + " > ".join(f"{means[n][i]:.3g}" for n in ("eoi", "ai", "masked"))
+            for i in low
+        )
+        bar = "spectrum: EOI > AI > masked in the tanh network, densities <= 0.1"
+        verdicts.append(report.Verdict(bar, shown, ordered))
     return rows, verdicts, panels

@@ -329,8 +329,12 @@ def _evaluation(problem: Problem, data: images_lib.ImageSplits, device_mesh) -> 
         if not networks.has_norm(problem.network):
             return None
         seen = itertools.islice(chunks(data.train_images, data.train_labels), _STATISTICS_BATCHES)
-        batches = (inputs(problem, batch["images"]) for batch in seen)
-        return batch_statistics(problem.network, params, batches)
+        batches = [inputs(problem, batch["images"]) for batch in seen]
+
+        def of_one(params):
+            return batch_statistics(problem.network, params, batches)
+
+        return jax.vmap(of_one)(params) if part.together else of_one(params)
 
     def sums(params, statistics, batch):
         logits = networks.forward(
@@ -339,7 +343,7 @@ def _evaluation(problem: Problem, data: images_lib.ImageSplits, device_mesh) -> 
         losses, correct = _loss_and_accuracy(logits, batch["labels"])
         return jnp.sum(losses * batch["weights"]), jnp.sum(correct * batch["weights"])
 
-    total = jax.jit(jax.vmap(sums, (0, None, None)) if part.together else sums)
+    total = jax.jit(jax.vmap(sums, (0, 0, None)) if part.together else sums)
 
     def evaluate(train_state):
         found = statistics(train_state.params)

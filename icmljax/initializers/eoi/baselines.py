@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree, ScalarLike
 
 from icmljax.initializers.eoi.initializers import (
     Axes,
@@ -25,7 +25,7 @@ from icmljax.sparsity.masks import as_masks, map_named, switch_on
 
 def masked_orthogonal_with_mask(
     density: float | np.ndarray,
-    scale: float = 1.0,
+    scale: ScalarLike = 1.0,
     *,
     kernel: Literal["delta", "flat"] = "delta",
     in_axis: Axes = -2,
@@ -112,8 +112,8 @@ def _haar(key, rows, cols, dtype):
 
 
 def sao_with_mask(
-    density: float,
-    scale: float = 1.0,
+    density: float | np.ndarray,
+    scale: ScalarLike = 1.0,
     *,
     relu: bool = False,
     in_axis: Axes = -2,
@@ -129,7 +129,7 @@ def sao_with_mask(
     axis).
 
     Args:
-      density: ``degree / columns`` for a whole degree.
+      density: ``degree / columns`` for a whole degree; of stacked layers the same for all.
       scale: gain.
       relu: build ``[[W, -W], [-W, W]]``: what a ReLU makes 0 in one half it passes in the other, so
         that ``[relu(z), relu(-z)]`` becomes exactly ``[W z, -W z]``.
