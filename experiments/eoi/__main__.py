@@ -57,6 +57,8 @@ _DEEP_1000 = Training(
     learning_rate=2e-3,
     arms=("dense", "eoi", "sao", "masked"),
 )
+# Dense orthogonal weights need a smaller learning rate at this depth.
+_DEEP_1000_SLOW = dataclasses.replace(_DEEP_1000, learning_rate=1e-3, arms=("dense", "eoi"))
 _SEPARABLE = Training(
     network="separable",
     data="mnist5000",
@@ -64,7 +66,7 @@ _SEPARABLE = Training(
     num_steps=300,
     learning_rate=0.05,
     weight_decay=1e-3,
-    arms=("default", "eoi-official", "eoi"),
+    arms=("default", "eoi-official", "eoi", "eoi-tap"),
     together=True,
 )
 
@@ -154,7 +156,12 @@ PRESETS = {
     ),
     "reduced": Config(
         seeds=3,
-        training={"deep-300": _DEEP_300, "deep-1000": _DEEP_1000, "separable": _SEPARABLE},
+        training={
+            "deep-300": _DEEP_300,
+            "deep-1000": _DEEP_1000,
+            "deep-1000-lr1e-3": _DEEP_1000_SLOW,
+            "separable": _SEPARABLE,
+        },
         spectrum=Spectrum(ai_steps=2000),
         timing=Timing(),
     ),

@@ -31,8 +31,19 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 SHAPE_METHODS = ("uniform", "erk")  # densities that follow from shapes alone
 DENSITY_METHODS = (*SHAPE_METHODS, "snip", "grasp", "synflow")
 # How weights are drawn. "dense" is orthogonal, without a mask; "masked" is that times a random
-# mask; "ai" starts there and goes towards isometry; "default" is PyTorch's, times a random mask.
-INITS = ("dense", "masked", "ai", "sao", "default", "eoi", "eoi-matching", "eoi-official")
+# mask; "ai" starts there and goes towards isometry; "default" is PyTorch's, times a random mask;
+# "eoi-official" has the authors' rule for groups, "eoi-tap" a random tap for each group.
+INITS = (
+    "dense",
+    "masked",
+    "ai",
+    "sao",
+    "default",
+    "eoi",
+    "eoi-matching",
+    "eoi-official",
+    "eoi-tap",
+)
 
 
 def make_network(name: str, depth: int, width: int, activation: str, classes: int) -> nn.Module:
@@ -169,6 +180,7 @@ def initialize(
         "eoi": exact,
         "eoi-matching": functools.partial(exact, scheme="matching"),
         "eoi-official": exact,
+        "eoi-tap": functools.partial(exact, tap="random"),
     }
     if init not in factories:
         raise ValueError(f"unknown initialization {init!r}; there are: {', '.join(factories)}")

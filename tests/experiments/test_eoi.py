@@ -119,7 +119,7 @@ def test_initializations_keep_the_total(init):
         assert np.std(weights[name]["bias"]) == pytest.approx(0.1, rel=0.6)
     square = np.asarray(kernels["hidden"], np.float64)
     error = np.abs(square @ square.mT - np.eye(16)).max()
-    exact = init in ("dense", "sao", "eoi", "eoi-matching", "eoi-official")
+    exact = init in ("dense", "sao", "eoi", "eoi-matching", "eoi-official", "eoi-tap")
     assert error < 1e-6 if exact else error > 0.1
 
 

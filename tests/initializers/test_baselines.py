@@ -94,8 +94,16 @@ def test_sao_for_relu_has_four_blocks():
     np.testing.assert_array_equal(w[:8, :8], -w[8:, :8])
     np.testing.assert_array_equal(w != 0, mask)
     assert np.asarray(mask).mean() == 0.25
-    block = w[:8, :8] / np.linalg.norm(w[0, :8])
-    assert orthogonality_error(block) < 2e-6
+    assert orthogonality_error(w[:8, :8]) < 2e-6
+
+
+def test_sao_for_relu_keeps_what_a_relu_splits():
+    weights, _ = drawn(eoi.sao_with_mask(0.25, relu=True), (16, 16))
+    z = np.linspace(-1, 1, 8, dtype=np.float32)
+    split = np.concatenate([np.maximum(z, 0), np.maximum(-z, 0)])
+    passed = split @ np.asarray(weights)
+    np.testing.assert_allclose(passed[:8], -passed[8:], atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(passed[:8]), np.linalg.norm(z), rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------- approximate isometry

@@ -374,3 +374,12 @@ def test_smallest_density_reads_the_shape():
     assert eoi.smallest_density((3, 3, 1, 40), eoi.Layout(feature_group_count=40)) == 1 / 9
     with pytest.raises(ValueError, match="at least two axes"):
         eoi.smallest_density((3,))
+
+
+def test_random_taps_shift_each_channel():
+    init = eoi.delta_orthogonal_with_mask(0.2, tap="random", feature_group_count=40)
+    weights, mask = init(jax.random.key(0), (3, 3, 1, 40))
+    kernel = np.asarray(weights).reshape(9, 40)
+    assert (np.abs(kernel).sum(axis=0) == 1).all() and (np.abs(kernel).max(axis=0) == 1).all()
+    assert len(np.unique(np.argmax(np.abs(kernel), axis=0))) > 5
+    assert np.asarray(mask)[np.asarray(weights) != 0].all() and mask.sum() == 72

@@ -18,6 +18,7 @@ from icmljax.sparsity.masks import switch_on
 
 Axes = int | Sequence[int]
 Split = Literal["more", "less"]
+Tap = Literal["centre", "random"]
 Initializer = Callable[..., Array]  # (key, shape, dtype) -> weights
 MaskedInitializer = Callable[..., tuple[Array, Array]]  # (key, shape, dtype) -> weights, mask
 P = ParamSpec("P")
@@ -162,7 +163,7 @@ def orthogonal_with_mask(
       Nowak et al., ICML 2024, algorithm 1.
     """
     layout = Layout(in_axis, out_axis, batch_axis)
-    law = _Law(scheme, target, angle_range)
+    law = _Law(scheme, target, angle_range, "centre")
 
     def init(key: PRNGKeyArray, shape: Sequence[int], dtype: DTypeLike = dtype):
         if read_shape(shape, layout).kernel:
@@ -180,6 +181,7 @@ def delta_orthogonal_with_mask(
     scale: ScalarLike = 1.0,
     *,
     split: Split = "more",
+    tap: Tap = "centre",
     in_axis: Axes = -2,
     out_axis: Axes = -1,
     batch_axis: Axes = (),
@@ -203,6 +205,9 @@ def delta_orthogonal_with_mask(
       scale: gain.
       split: the centre's share: a density d_H of its matrix of ``density`` ("less") or of
         ``min(K density, 1, sqrt(density))`` ("more"), but at least what orthogonality needs.
+      tap: where the matrix of each group stands: at the centre, as in the paper, or at a random tap
+        of its own. The latter shifts the group's images, which is an isometry with circular padding
+        only, and lets sparse depthwise convolutions see more than the pixel in the middle.
       in_axis: see `Layout`.
       out_axis: see `Layout`.
       batch_axis: see `Layout`.
@@ -228,8 +233,10 @@ def delta_orthogonal_with_mask(
     """
     if split not in ("more", "less"):
         raise ValueError(f"split is {split!r}, expected 'more' or 'less'")
+    if tap not in ("centre", "random"):
+        raise ValueError(f"tap is {tap!r}, expected 'centre' or 'random'")
     layout = Layout(in_axis, out_axis, batch_axis, feature_group_count)
-    law = _Law(scheme, target, angle_range)
+    law = _Law(scheme, target, angle_range, tap)
 
     def init(key: PRNGKeyArray, shape: Sequence[int], dtype: DTypeLike = dtype):
         return _draw(key, shape, layout, density, scale, split, law, dtype)
@@ -287,17 +294,18 @@ def centre_density(density: float, taps: int, split: Split) -> float:
 
 
 class _Law(NamedTuple):
-    """How rotations are drawn, see `plan_rotations`."""
+    """How rotations are drawn, see `plan_rotations`; and where the matrix stands."""
 
     scheme: Scheme
     target: Target
     angle_range: tuple[float, float]
+    tap: Tap
 
 
 def _draw(key, shape, layout: Layout, density, scale, split: Split, law: _Law, dtype):
     """Weights and mask of all layers of a weight."""
     compute = compute_dtype(dtype)
-    rotations.check_law(*law)
+    rotations.check_law(law.scheme, law.target, law.angle_range)
     sizes = read_shape(shape, layout)
     block = sizes.block
     what = f"a weight of shape {tuple(shape)} with {layout}"
@@ -314,7 +322,7 @@ def _draw(key, shape, layout: Layout, density, scale, split: Split, law: _Law, d
         goal = rotations.goal_of(centre, block.rows, block.cols, law.scheme, law.target)
         goals.append((*goal, round(d * block.size)))
     exact = law.target == "exact"
-    spec = _Spec(block, bool(sizes.kernel), law.scheme, exact, law.angle_range, compute)
+    spec = _Spec(block, bool(sizes.kernel), law.tap, law.scheme, exact, law.angle_range, compute)
     per_layer = np.asarray(goals, np.int32)
     return draw_layers(_layer, spec, tuple(shape), sizes, jnp.dtype(dtype), key, scale, per_layer)
 
@@ -363,6 +371,7 @@ def draw_layers(layer, spec, shape, sizes: Sizes, dtype, key, scale, *per_layer)
 class _Spec(NamedTuple):
     block: Block
     has_kernel: bool  # else the mask is the support
+    tap: Tap
     scheme: Scheme
     exact: bool
     angle_range: tuple[float, float]
@@ -384,10 +393,15 @@ def _layer(spec: _Spec, key, goal):
             keys = matrix_key[None] if groups == 1 else jax.random.split(matrix_key, groups)
             one = functools.partial(_matrix, spec, rotations.Goal(*goal[:-1]))
             matrices, supports = jax.lax.map(one, keys)
+        place = jnp.full(groups, taps // 2)
+        if spec.tap == "random":
+            place = jax.random.randint(jax.random.fold_in(key, 1), (groups,), 0, taps)
         weights, support = (
-            jnp.zeros((taps, fan_in, groups * fan_out), x.dtype)
-            .at[taps // 2]
-            .set(x.transpose(1, 0, 2).reshape(fan_in, groups * fan_out))
+            jnp.zeros((taps, *x.shape), x.dtype)
+            .at[place, jnp.arange(groups)]
+            .set(x)
+            .transpose(0, 2, 1, 3)
+            .reshape(taps, fan_in, groups * fan_out)
             for x in (matrices, supports)
         )
         if not spec.has_kernel:
