@@ -68,7 +68,7 @@ def load_data(context: app.Context[Any], name: str) -> images_lib.ImageSplits:
     """The data set, from ``--data_dir`` (or its subfolder of that name) where it is not offline.
 
     Raises:
-      ValueError: a folder is needed.
+      ValueError: a folder is needed, or holds something else.
       FileNotFoundError: files are missing.
     """
     if name == "mnist5000":
@@ -82,7 +82,14 @@ def load_data(context: app.Context[Any], name: str) -> images_lib.ImageSplits:
         "cifar10": images_lib.load_cifar10,
         "tiny-imagenet": images_lib.load_image_folder,
     }
-    return loaders[name](folder)
+    data = loaders[name](folder)
+    shape, classes, _ = DATA_SHAPES[name]
+    if data.train_images.shape[1:] != shape or data.num_classes != classes:
+        raise ValueError(
+            f"{folder} has {data.num_classes} classes of images of {data.train_images.shape[1:]},"
+            f" but {name} has {classes} of {shape}; give the folder of {name}"
+        )
+    return data
 
 
 def num_steps(part: Training, num_images: int) -> int:

@@ -322,7 +322,13 @@ def check_density(density: float | np.ndarray, smallest: float, what: str) -> No
 
     Raises:
       ValueError: says for what, and which are possible.
+      TypeError: a density is traced.
     """
+    if isinstance(density, jax.core.Tracer):
+        raise TypeError(
+            f"the density of {what} is traced, expected a concrete number: leave it out of jit's"
+            " and vmap's arguments, or make it static"
+        )
     values = np.asarray(density, np.float64)
     if not np.all((values >= smallest - _SLACK) & (values <= 1 + _SLACK)):
         raise ValueError(
