@@ -180,11 +180,17 @@ def tiny(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arm", "network"), [("snip-eoi", "mlp"), ("grasp-default", "mlp"), ("synflow-eoi", "resnet")]
+    ("arm", "network", "together"),
+    [
+        ("snip-eoi", "mlp", False),
+        ("grasp-default", "mlp", True),
+        ("synflow-default", "resnet", True),
+    ],
 )
-def test_a_run_keeps_its_density(tmp_path, tiny, arm, network):
-    tiny = dataclasses.replace(tiny, network=network, depth=8)
+def test_a_run_keeps_its_density(tmp_path, tiny, arm, network, together):
+    tiny = dataclasses.replace(tiny, network=network, depth=8, together=together)
     context = app.Context(
         experiment="eoi",
         preset="smoke",
@@ -207,9 +213,10 @@ def test_a_run_keeps_its_density(tmp_path, tiny, arm, network):
     kept, size = (sum(int(f(m)) for m in kernels) for f in (jnp.sum, jnp.size))
     assert kept == pytest.approx(0.3 * size, rel=0.02)
 
-    result = training.run_training(context, "arm", arm, (0,), tiny, data)
+    seeds = (0, 1) if together else (0,)
+    result = training.run_training(context, "arm", arm, seeds, tiny, data)
     assert result.keys() == {"test_loss", "test_accuracy"}
-    assert np.isfinite(result["test_loss"]).all()
+    assert len(result["test_loss"]) == len(seeds) and np.isfinite(result["test_loss"]).all()
 
 
 def test_dry_run_of_a_row(run_eoi, tmp_path):
