@@ -1,7 +1,6 @@
 """EOI's experiment: what a user may get wrong, its initializations, its counts, and a short run."""
 
 import dataclasses
-import importlib
 import json
 import os
 import pathlib
@@ -12,39 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags as absl_flags
-from absl.testing import flagsaver
 
 from icmljax.data.images import ImageSplits
 from icmljax.experiments.common import app, sizes
 from icmljax.experiments.eoi import networks, training
 from icmljax.training.mesh import make_mesh
 
+EXPERIMENT = "eoi"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def program():
-    """The script as a module; its flags are taken back, other scripts may have the same."""
-    before = set(absl_flags.FLAGS)
-    module = importlib.import_module("icmljax.experiments.eoi.__main__")
-    yield module
-    for name in set(absl_flags.FLAGS) - before:
-        delattr(absl_flags.FLAGS, name)
-    del sys.modules[module.__name__]
-
-
-@pytest.fixture
-def run_eoi(program, monkeypatch, capsys):
-    """Runs the script in this process: ``flags -> (exit status, stdout, stderr)``."""
-
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", [program.__name__, "--noprogress", *flags])
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as exit_:
-            app.run("eoi", program.PRESETS, program.main)
-        return exit_.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.bad_input
@@ -58,12 +32,9 @@ def run_eoi(program, monkeypatch, capsys):
         ("no arm 'deep/*'; there are: deep-100/eoi,", ["--arms=deep/*"]),
     ],
 )
-def test_wrong_flags(run_eoi, tmp_path, monkeypatch, message, flags):
+def test_wrong_flags(fails, tmp_path, monkeypatch, message, flags):
     monkeypatch.chdir(tmp_path)
-    status, out, err = run_eoi("--workdir=new", *flags)
-    assert (status, out) == (1, "")
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert message in err
+    fails(message, "--workdir=new", *flags)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -219,8 +190,8 @@ def test_a_run_keeps_its_density(tmp_path, tiny, arm, network, together):
     assert len(result["test_loss"]) == len(seeds) and np.isfinite(result["test_loss"]).all()
 
 
-def test_dry_run_of_a_row(run_eoi, tmp_path):
-    status, out, err = run_eoi(
+def test_dry_run_of_a_row(run_script, tmp_path):
+    status, out, err = run_script(
         "--preset=mnist_mlp1000", "--dry_run", f"--workdir={tmp_path / 'new'}"
     )
     assert status == 0, err

@@ -1,17 +1,13 @@
 """MADA's experiment: what a user may get wrong, and what its parts say about their results."""
 
 import functools
-import importlib
 import json
 import shutil
 import socket
-import sys
 
 import jax
 import numpy as np
 import pytest
-from absl import flags as absl_flags
-from absl.testing import flagsaver
 from jax.sharding import AbstractMesh
 
 from icmljax.experiments.common import app
@@ -20,51 +16,15 @@ from icmljax.experiments.mada.shared import NAMES
 from icmljax.training import mesh as mesh_lib
 from icmljax.training.mesh import make_mesh
 
+EXPERIMENT = "mada"
 ADAM = "counterexample/adam"
 
 
-@pytest.fixture(scope="module")
-def program():
-    """The script as a module; its flags are taken back, other scripts may have the same."""
-    before = set(absl_flags.FLAGS)
-    module = importlib.import_module("icmljax.experiments.mada.__main__")
-    yield module
-    for name in set(absl_flags.FLAGS) - before:
-        delattr(absl_flags.FLAGS, name)
-    del sys.modules[module.__name__]
-
-
 @pytest.fixture
-def run_mada(program, monkeypatch, capsys):
-    """Runs the script in this process: ``flags -> (exit status, stdout, stderr)``."""
-
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", [program.__name__, "--noprogress", *flags])
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as exit_:
-            app.run("mada", program.PRESETS, program.main)
-        return exit_.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def fails(run_mada):
-    """Runs the script; it has to end with one line that holds the message."""
-
-    def run(message, *flags):
-        status, out, err = run_mada(*flags)
-        assert (status, out) == (1, "")
-        assert err.startswith("error: ") and err.count("\n") == 1
-        assert message in err
-
-    return run
-
-
-@pytest.fixture
-def finished(tmp_path, run_mada):
+def finished(tmp_path, run_script):
     """The workdir of a run of one arm."""
     workdir = tmp_path / "finished"
-    status, _, err = run_mada("--preset=smoke", f"--arms={ADAM}", f"--workdir={workdir}")
+    status, _, err = run_script("--preset=smoke", f"--arms={ADAM}", f"--workdir={workdir}")
     assert (status, err) == (0, "")
     return workdir
 
@@ -218,11 +178,11 @@ def test_runs_of_several_processes(fails, program, monkeypatch, tmp_path):
 # What the parts measure and say
 
 
-def test_finished_arms_are_not_run_again(run_mada, finished):
+def test_finished_arms_are_not_run_again(run_script, finished):
     arm = finished / "arms" / ADAM
     before = {path: path.stat().st_mtime_ns for path in arm.rglob("*")}
     summary = json.loads((finished / "summary.json").read_text())
-    status, out, err = run_mada(f"--workdir={finished}", f"--arms={ADAM}", "--resume")
+    status, out, err = run_script(f"--workdir={finished}", f"--arms={ADAM}", "--resume")
     assert (status, err) == (0, "")
     assert {path: path.stat().st_mtime_ns for path in arm.rglob("*")} == before
     assert json.loads((finished / "summary.json").read_text()) == summary
