@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import flags
 
 from icmljax.experiments.common import app, report
 from icmljax.experiments.common.arms import run_arms
@@ -26,6 +27,10 @@ from icmljax.experiments.eoi.training import (
     load_data,
     run_training,
     training_report,
+)
+
+_DIGITS = flags.DEFINE_bool(
+    "digits", False, "train on scikit-learn's 8 x 8 digits instead of the 5000 of MNIST"
 )
 
 
@@ -176,7 +181,12 @@ PRESETS = {
 
 def main(context: app.Context[Config]) -> None:
     """Run the parts of the preset and report."""
-    config = context.config
+    training = {
+        group: dataclasses.replace(part, data=_data_of(part.data))
+        for group, part in context.config.training.items()
+    }
+    config = dataclasses.replace(context.config, training=training)
+    context = dataclasses.replace(context, config=config)
     if context.dry_run:
         return dry_run(context, config.training)
     if jax.process_count() > 1 and (config.timing or config.spectrum or _populations(config)):
@@ -190,6 +200,10 @@ def main(context: app.Context[Config]) -> None:
 
 def _populations(config: Config) -> bool:
     return any(part.together for part in config.training.values())
+
+
+def _data_of(name: str) -> str:
+    return "digits" if _DIGITS.value and name == "mnist5000" else name
 
 
 def _arms(context: app.Context[Config]) -> dict[str, Callable[[Any], dict]]:
@@ -206,7 +220,8 @@ def _arms(context: app.Context[Config]) -> dict[str, Callable[[Any], dict]]:
                 name = f"{group}/{arm}/seed-{seed}"
                 calls[name] = run_training, context, name, arm, (seed,), part, data[part.data]
     if config.spectrum:
-        source = data.get("mnist5000") or load_data(context, "mnist5000")
+        name = _data_of("mnist5000")
+        source = data.get(name) or load_data(context, name)
         for init in config.spectrum.inits:
             calls[f"spectrum/{init}"] = run_spectrum, context, init, config.spectrum, source
     if config.timing:

@@ -16,6 +16,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from icmljax.data import images as images_lib
 from icmljax.data.batches import BatchIterator, shuffled_indices
+from icmljax.data.digits import load_digits
 from icmljax.experiments.common import app, report, sizes
 from icmljax.experiments.eoi import networks
 from icmljax.initializers import eoi
@@ -58,6 +59,7 @@ _SPECTRUM_IMAGES = 16
 _STATISTICS_BATCHES = 20  # for batch normalisation at evaluation
 DATA_SHAPES = {  # (height, width, channels), classes, training images
     "mnist5000": ((28, 28, 1), 10, 4000),
+    "digits": ((8, 8, 1), 10, 1297),
     "mnist": ((28, 28, 1), 10, 60_000),
     "cifar10": ((32, 32, 3), 10, 50_000),
     "tiny-imagenet": ((64, 64, 3), 200, 100_000),
@@ -73,6 +75,8 @@ def load_data(context: app.Context[Any], name: str) -> images_lib.ImageSplits:
     """
     if name == "mnist5000":
         return images_lib.load_mnist_5000()
+    if name == "digits":
+        return _digits()
     if context.data_dir is None:
         raise ValueError(f"{name} is read from files: give their folder as --data_dir")
     folder = context.data_dir / name
@@ -90,6 +94,19 @@ def load_data(context: app.Context[Any], name: str) -> images_lib.ImageSplits:
             f" but {name} has {classes} of {shape}; give the folder of {name}"
         )
     return data
+
+
+def _digits() -> images_lib.ImageSplits:
+    """Scikit-learn's digits, whose pixels have 17 levels, as images."""
+    digits = load_digits()
+    train, test = (
+        np.rint(255 * pixels).astype(np.uint8).reshape(-1, 8, 8, 1)
+        for pixels in (digits.train_images, digits.test_images)
+    )
+    mean, std = (np.asarray([f(digits.train_images)], np.float32) for f in (np.mean, np.std))
+    return images_lib.ImageSplits(
+        train, digits.train_labels, test, digits.test_labels, 10, mean, std
+    )
 
 
 def num_steps(part: Training, num_images: int) -> int:

