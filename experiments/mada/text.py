@@ -24,6 +24,7 @@ from icmljax.experiments.mada.shared import (
     coefficients,
 )
 from icmljax.nn import gpt
+from icmljax.nn.cross_entropy import cross_entropy_chunked
 from icmljax.optimizers import mada as mada_lib
 from icmljax.optimizers.mada import MadaHyperparams, avgrad, hyper_adam, mada
 from icmljax.training import loop, mesh, metrics, state
@@ -149,7 +150,7 @@ def text_loss(
         )
         hidden, embedding = outputs
         chunk = part.loss_chunk or part.model.block_size
-        loss = gpt.next_token_loss_chunked(hidden, embedding, batch["targets"], chunk)
+        loss = cross_entropy_chunked(hidden, embedding, batch["targets"], chunk)
         return loss, {}
 
     return model, loss_fn

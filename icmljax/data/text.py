@@ -1,9 +1,10 @@
 """Text as token arrays: the standard library's sources, text files, and nanoGPT's `.bin` files."""
 
+import bisect
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -259,6 +260,96 @@ def evaluation_batches(
     rows = _process_rows(batch_size, process_index, process_count)
     offsets = np.linspace(0, len(windows) - 1, num_batches * batch_size).astype(np.int64)
     return [_gather(windows, batch[rows]) for batch in offsets.reshape(num_batches, batch_size)]
+
+
+def pack(
+    documents: Sequence[Sequence[int] | np.ndarray],
+    length: int,
+    *,
+    eos_id: int | None = None,
+    pad_id: int = 0,
+) -> Batch:
+    """Returns rows of several documents each, which a model with segments reads one by one.
+
+    Documents are placed in their order, each into the row that it leaves the least room in. One
+    that is longer than a row is cut: a model takes its pieces for documents of their own, but the
+    last token of a piece still has the first token of the next piece as its target.
+
+    Args:
+      documents: tokens of each, at least one.
+      length: tokens in a row.
+      eos_id: the target of a document's last token; it is never an input. None: there is no such
+        target, and the last token has weight 0.
+      pad_id: token and target where there is none.
+
+    Returns:
+      Arrays of shape (rows, length): int32 "tokens"; "targets", the next tokens of the same
+      documents; "positions", which start from 0 in each document or piece; "segments", which
+      number the documents of a row from 1, 0 being padding; and float32 "weights", 1 where there
+      is a target and 0 elsewhere.
+
+    Raises:
+      ValueError: there are no documents, one is empty or not of tokens, or `length` is below 1.
+    """
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    if not len(documents):
+        raise ValueError("no documents to pack; give at least one")
+    rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    room: list[tuple[int, int]] = []  # sorted pairs of free tokens and the row that has them
+    for index, document in enumerate(documents):
+        tokens = _checked_document(document, index)
+        targets = tokens[1:] if eos_id is None else np.append(tokens[1:], eos_id)
+        for start in range(0, len(tokens), length):
+            piece = tokens[start : start + length], targets[start : start + length]
+            found = bisect.bisect_left(room, (len(piece[0]), 0))
+            if found == len(room):
+                room.append((length, len(rows)))
+                rows.append([])
+            free, row = room.pop(found)
+            rows[row].append(piece)
+            if free > len(piece[0]):
+                bisect.insort(room, (free - len(piece[0]), row))
+    return _packed(rows, length, pad_id)
+
+
+def _checked_document(document: Sequence[int] | np.ndarray, index: int) -> np.ndarray:
+    tokens = np.asarray(document)
+    if tokens.ndim != 1 or not tokens.size:
+        raise ValueError(
+            f"document {index} has shape {tokens.shape}; expected one or more tokens in one axis;"
+            " leave out empty documents"
+        )
+    if tokens.dtype.kind not in "iu" or tokens.min() < 0:
+        raise ValueError(
+            f"document {index} is of {tokens.dtype} and its least entry {tokens.min()}; expected"
+            " integers from 0 upwards"
+        )
+    return tokens
+
+
+def _packed(
+    rows: list[list[tuple[np.ndarray, np.ndarray]]], length: int, pad_id: int
+) -> dict[str, np.ndarray]:
+    shape = len(rows), length
+    batch = {
+        "tokens": np.full(shape, pad_id, np.int32),
+        "targets": np.full(shape, pad_id, np.int32),
+        "positions": np.zeros(shape, np.int32),
+        "segments": np.zeros(shape, np.int32),
+        "weights": np.zeros(shape, np.float32),
+    }
+    for row, pieces in enumerate(rows):
+        start = 0
+        for segment, (tokens, targets) in enumerate(pieces, 1):
+            end = start + len(tokens)
+            batch["tokens"][row, start:end] = tokens
+            batch["targets"][row, start : start + len(targets)] = targets
+            batch["positions"][row, start:end] = np.arange(len(tokens))
+            batch["segments"][row, start:end] = segment
+            batch["weights"][row, start : start + len(targets)] = 1
+            start = end
+    return batch
 
 
 def _sorted_files(root: Path, left_out: Callable[[str], bool]) -> list[Path]:

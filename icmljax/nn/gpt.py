@@ -203,8 +203,9 @@ class GPT(nn.Module):
     ) -> tuple[Float[Array, "batch time dim"], Float[Array, "vocab dim"]]:
         """Returns the normed output of the last block and the embedding that turns it into logits.
 
-        `model.apply(params, tokens, method="hidden_states")` gives what `next_token_loss_chunked`
-        needs; arguments and errors are those of `__call__`.
+        `model.apply(params, tokens, method="hidden_states")` gives what
+        `icmljax.nn.cross_entropy.cross_entropy_chunked` needs; arguments and errors are those of
+        `__call__`.
         """
         config, dtype = self.config, self.dtype
         time = tokens.shape[1]
@@ -260,59 +261,6 @@ def decay_mask(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in ("kernel", "embedding"), params
     )
-
-
-def next_token_loss(
-    logits: Float[Array, "batch time vocab"], targets: Int[Array, "batch time"]
-) -> Float[Array, ""]:
-    """Returns the mean cross-entropy of the targets in nats, float32.
-
-    Args:
-      logits: unnormalised log-probabilities.
-      targets: in 0 .. vocab - 1.
-    """
-    logits = logits.astype(jnp.float32)
-    # A masked sum instead of a gather: it stays local where the vocabulary is split over a mesh.
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    return jnp.mean(nn.logsumexp(logits, axis=-1) - target_logits)
-
-
-def next_token_loss_chunked(
-    hidden: Float[Array, "batch time dim"],
-    embedding: Float[Array, "vocab dim"],
-    targets: Int[Array, "batch time"],
-    chunk: int,
-) -> Float[Array, ""]:
-    """Returns `next_token_loss` of `hidden @ embedding.T` without ever holding all logits.
-
-    Logits of one chunk of the sequence at a time are computed, and again in the backward pass. With
-    GPT-2's vocabulary the logits and their gradient are most of a training step's memory; this
-    brings them down by `time / chunk` for one more product with the embedding.
-
-    Args:
-      hidden: output of the last norm (`GPT.hidden_states`).
-      embedding: the tied embedding.
-      targets: in 0 .. vocab - 1.
-      chunk: positions at a time; divides the length of the sequence.
-
-    Raises:
-      ValueError: `chunk` does not divide the length of the sequence.
-    """
-    time = hidden.shape[1]
-    if chunk < 1 or time % chunk:
-        raise ValueError(f"chunk={chunk} does not divide the sequence of {time} tokens")
-
-    def chunks(array):  # the sequence is cut, not the batch, which a mesh may have split
-        parts = array.reshape(array.shape[0], time // chunk, chunk, *array.shape[2:])
-        return jnp.moveaxis(parts, 1, 0)
-
-    @jax.checkpoint
-    def chunk_loss(chunk):
-        hidden, targets = chunk
-        return next_token_loss(_logits(hidden, embedding), targets)
-
-    return jnp.mean(jax.lax.map(chunk_loss, (chunks(hidden), chunks(targets))))
 
 
 def _logits(hidden, embedding):

@@ -4,8 +4,10 @@ import os
 import sysconfig
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from icmljax.data import text as text_lib
 from icmljax.data.text import (
@@ -13,6 +15,7 @@ from icmljax.data.text import (
     char_tokens,
     evaluation_batches,
     load_bin,
+    pack,
     read_text,
     standard_library_text,
     token_batches,
@@ -311,3 +314,88 @@ def test_a_huge_file_costs_no_memory(tmp_path):
     tokens = np.memmap(path, np.uint16, mode="r")
     batch = next(_batches(tokens))
     assert batch["inputs"].shape == (8, 16)
+
+
+# Packing documents
+
+
+def test_pack_by_hand():
+    batch = pack([[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]], 4, eos_id=99, pad_id=7)
+    expected = {
+        "tokens": [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 7, 7]],
+        "targets": [[2, 3, 99, 99], [6, 7, 8, 9], [10, 99, 7, 7]],
+        "positions": [[0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 0, 0]],
+        "segments": [[1, 1, 1, 2], [1, 1, 1, 1], [1, 1, 0, 0]],
+        "weights": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]],
+    }
+    assert batch.keys() == expected.keys()
+    for name, rows in expected.items():
+        np.testing.assert_array_equal(batch[name], rows, err_msg=name)
+        assert batch[name].dtype == (np.float32 if name == "weights" else np.int32)
+    # Without an end of documents their last tokens have no target.
+    batch = pack([[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]], 4, pad_id=7)
+    np.testing.assert_array_equal(batch["targets"], [[2, 3, 7, 7], [6, 7, 8, 9], [10, 7, 7, 7]])
+    np.testing.assert_array_equal(batch["weights"], [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+    # The tightest row is filled, even if it is not the last one.
+    batch = pack([[1] * 7, [2] * 6, [3] * 2], 8)
+    assert batch["tokens"].tolist() == [[1] * 7 + [0], [2] * 6 + [3] * 2]
+
+
+@hypothesis.given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    length=st.integers(1, 16),
+    eos=st.booleans(),
+)
+def test_pack_keeps_every_token_and_every_target(lengths, length, eos):
+    ends = np.cumsum(lengths)
+    # All tokens are different, and count upwards within and across documents, from 1.
+    documents = [np.arange(end - n, end) + 1 for n, end in zip(lengths, ends, strict=True)]
+    eos_id = 10_000
+    batch = pack(documents, length, eos_id=eos_id if eos else None)
+    shapes = {array.shape for array in batch.values()}
+    assert len(shapes) == 1 and shapes.pop()[1] == length
+    tokens, targets, weights = batch["tokens"], batch["targets"], batch["weights"]
+    real = batch["segments"] > 0
+    # Every token is an input once; padding is on the right and no row is empty.
+    np.testing.assert_array_equal(np.sort(tokens[real]), np.arange(ends[-1]) + 1)
+    assert real[:, 0].all() and (np.diff(real.astype(int)) <= 0).all()
+    for name in ("tokens", "targets", "positions", "weights"):
+        assert not batch[name][~real].any()
+    # Targets stay within a document: that of its last token is the end or nothing.
+    is_last = np.isin(tokens, ends)
+    expected = np.where(is_last, eos_id if eos else 0, tokens + 1)
+    np.testing.assert_array_equal(targets[real], expected[real])
+    np.testing.assert_array_equal(weights[real], (eos | ~is_last)[real])
+    # In a segment the tokens are successive ones of one document, from position 0.
+    document = np.searchsorted(ends, tokens)
+    for row in range(len(tokens)):
+        segments = batch["segments"][row][real[row]]
+        assert segments[0] == 1 and set(np.diff(segments)) <= {0, 1}
+        for segment in range(1, segments.max() + 1):
+            inside = batch["segments"][row] == segment
+            count = inside.sum()
+            assert len(set(document[row][inside])) == 1
+            assert (np.diff(tokens[row][inside]) == 1).all()
+            np.testing.assert_array_equal(batch["positions"][row][inside], np.arange(count))
+    # A document is cut only where a row is full.
+    pieces = sum(-(-n // length) for n in lengths)
+    assert batch["segments"].max(axis=1).sum() == pieces
+    # No document would have fitted into an earlier row: at most one row is half empty.
+    assert (real.sum(axis=1) <= length // 2).sum() <= 1
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("documents", "length", "message"),
+    [
+        ([[1, 2]], 0, "length must be at least 1, got 0"),
+        ([], 4, "no documents to pack"),
+        ([[1], []], 4, r"document 1 has shape \(0,\).*leave out empty documents"),
+        ([[[1, 2]]], 4, r"document 0 has shape \(1, 2\)"),
+        ([[1, 2], [1, -1]], 4, "document 1 is of int64 and its least entry -1"),
+        ([[1.5]], 4, "document 0 is of float64"),
+    ],
+)
+def test_bad_documents(documents, length, message):
+    with pytest.raises(ValueError, match=message):
+        pack(documents, length)

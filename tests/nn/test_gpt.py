@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from icmljax.nn.cross_entropy import cross_entropy, cross_entropy_chunked
 from icmljax.nn.gpt import (
     GPT,
     GPT_RULES,
@@ -23,8 +24,6 @@ from icmljax.nn.gpt import (
     decay_mask,
     flops_per_token,
     gelu,
-    next_token_loss,
-    next_token_loss_chunked,
     num_parameters,
 )
 
@@ -53,7 +52,7 @@ def _shaken(model, seed=0):
 
 
 def _loss(model, params, tokens, targets, **kwargs):
-    return next_token_loss(model.apply(params, tokens, **kwargs), targets)
+    return cross_entropy(model.apply(params, tokens, **kwargs), targets)
 
 
 _loss_and_grad = jax.jit(jax.value_and_grad(_loss, argnums=1), static_argnums=0)
@@ -120,24 +119,6 @@ def test_forward_pass_is_gpt2s(config):
     assert logits.shape == (2, 11, 96) and logits.dtype == jnp.float32
     expected = _reference(params, tokens, config.num_heads)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-
-
-def test_loss_is_the_mean_cross_entropy():
-    logits = 5 * jax.random.normal(jax.random.key(0), (2, 3, 7))
-    targets = jnp.array([[0, 6, 3], [2, 2, 5]])
-    x = np.asarray(logits, np.float64)
-    log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
-    expected = -np.mean([[log_p[b, t, targets[b, t]] for t in range(3)] for b in range(2)])
-    np.testing.assert_allclose(next_token_loss(logits, targets), expected, rtol=1e-5)
-    gradient = jax.grad(next_token_loss)(logits, targets)
-    expected_gradient = (np.exp(log_p) - np.eye(7)[targets]) / 6
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
-    # Large logits neither overflow nor turn into NaN, and bfloat16 ones are summed in float32.
-    assert next_token_loss(1e30 * logits, targets) < np.inf
-    low = next_token_loss(logits.astype(jnp.bfloat16), targets)
-    assert low.dtype == jnp.float32
-    rounded = next_token_loss(logits.astype(jnp.bfloat16).astype(jnp.float32), targets)
-    np.testing.assert_array_equal(low, rounded)
 
 
 def test_gelu_and_its_derivative():
@@ -210,7 +191,7 @@ def test_initial_statistics():
             np.testing.assert_array_equal(leaf, 0)
     # The first predictions are close to uniform.
     tokens = _tokens(config, time=65)
-    loss = next_token_loss(_apply(model, {"params": params}, tokens[:, :-1]), tokens[:, 1:])
+    loss = cross_entropy(_apply(model, {"params": params}, tokens[:, :-1]), tokens[:, 1:])
     assert abs(loss - math.log(512)) < 0.05
 
 
@@ -223,7 +204,7 @@ def test_embedding_is_tied():
     @jax.jit
     def untied(params, output_embedding):
         hidden, _ = model.apply(params, inputs, method="hidden_states")
-        return next_token_loss(hidden @ output_embedding.T, targets)
+        return cross_entropy(hidden @ output_embedding.T, targets)
 
     embedding = params["params"]["token_embedding"]["embedding"]
     through_input, through_output = jax.grad(untied, argnums=(0, 1))(params, embedding)
@@ -274,7 +255,7 @@ def test_remat_changes_nothing():
             logits = model.apply(
                 params, tokens[:, :-1], deterministic=False, rngs={"dropout": jax.random.key(3)}
             )
-            return next_token_loss(logits, tokens[:, 1:])
+            return cross_entropy(logits, tokens[:, 1:])
 
         return jax.jit(jax.value_and_grad(loss))
 
@@ -348,7 +329,7 @@ def test_chunked_loss_is_the_loss(chunk):
     @jax.value_and_grad
     def chunked(params):
         hidden, embedding = model.apply(params, inputs, method="hidden_states")
-        return next_token_loss_chunked(hidden, embedding, targets, chunk)
+        return cross_entropy_chunked(hidden, embedding, targets, chunk)
 
     loss, gradient = chunked(params)
     expected_loss, expected_gradient = _loss_and_grad(model, params, inputs, targets)
@@ -499,7 +480,8 @@ import jax
 jax.config.update("jax_num_cpu_devices", 64)
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from icmljax.nn.gpt import GPT, GPTConfig, next_token_loss_chunked
+from icmljax.nn.cross_entropy import cross_entropy_chunked
+from icmljax.nn.gpt import GPT, GPTConfig
 from tests.nn.test_gpt import _mesh, _shardings
 
 mesh = _mesh(64, 1)
@@ -508,7 +490,7 @@ model = GPT(GPTConfig(remat=True), activation_sharding=rows)
 
 def loss(params, inputs, targets):
     hidden, embedding = model.apply(params, inputs, method="hidden_states")
-    return next_token_loss_chunked(hidden, embedding, targets, 128)
+    return cross_entropy_chunked(hidden, embedding, targets, 128)
 
 params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
 shardings = _shardings(params, mesh)
@@ -552,10 +534,6 @@ def test_bad_tokens():
         model.apply(params, jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match="integer"):
         model.apply(params, jnp.zeros((1, 4), jnp.float32))
-    with pytest.raises(ValueError, match="chunk=5 does not divide the sequence of 16 tokens"):
-        next_token_loss_chunked(
-            jnp.zeros((1, 16, 4)), jnp.zeros((9, 4)), jnp.zeros((1, 16), jnp.int32), 5
-        )
 
 
 def test_tokens_beyond_the_vocabulary_are_loud():
