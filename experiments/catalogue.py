@@ -25,4 +25,10 @@ CATALOGUE = (
         paper="Nowak et al., ICML 2024, arXiv 2406.01755",
         summary="weights that are sparse and exactly orthogonal, in nets of up to 1000 layers",
     ),
+    Entry(
+        name="generate",
+        method="icmljax.language",
+        paper="Touvron et al., 2023, arXiv 2302.13971",
+        summary="the Llama family that other methods build on; continues text with SmolLM2",
+    ),
 )

@@ -1,4 +1,4 @@
-"""What a script runs in: flags become a `Context`, errors become one line and exit status 1.
+"""What an experiment runs in: flags become a `Context`.
 
 A script ends with
 
@@ -13,27 +13,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-import absl.app
 import jax
 from absl import flags as absl_flags
-from absl import logging
 
-from icmljax.experiments.common import flags
-from icmljax.training import mesh as mesh_lib
+from icmljax.experiments.common import command, flags
 from icmljax.training import workdir as workdir_lib
 from icmljax.training.loop import Preempted
 
 Config = TypeVar("Config")
-
-_EXPECTED = (
-    ValueError,
-    TypeError,
-    OSError,
-    RuntimeError,
-    FloatingPointError,
-    ImportError,
-    absl_flags.Error,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,48 +64,28 @@ def run(
     """Runs a script; never returns.
 
     The flags that the script itself defines are taken to change results: they are recorded, and
-    ``--resume`` insists on the same values. `--pdb` stops in the debugger at an error, and
-    `--verbosity=0` shows where it came from.
+    ``--resume`` insists on the same values.
 
     Args:
       experiment: its name.
       presets: frozen dataclasses by name; where there is a field ``seeds``, ``--seeds`` sets it.
-      main: the experiment. Errors that a user can cause (all but programming errors such as
-        AssertionError and KeyError) end the process with one line on stderr and exit status 1.
+      main: the experiment; see `command.run` for its errors.
     """
 
-    def guarded(argv: list[str]) -> None:
+    def script() -> None:
         context = None
         try:
-            if len(argv) > 1:
-                raise ValueError(f"unexpected argument {argv[1]!r}: flags start with --")
             context = _context(experiment, presets)
             main(context)
         except Preempted as preempted:
-            _say(str(preempted))
-        except _EXPECTED as error:
+            command.say(str(preempted))
+        except Exception:
             if context is not None and not context.dry_run:
                 workdir_lib.discard_unused(context.workdir)
-            if absl_flags.FLAGS.pdb_post_mortem or absl_flags.FLAGS.run_with_pdb:
-                raise
-            logging.info("where it came from:", exc_info=True)
-            _say(f"error: {_message(error)}")
-            sys.exit(1)
+            raise
 
-    for flag in absl_flags.FLAGS.get_flags_for_module(flags.__name__):
-        absl_flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # for --help
-    absl.app.run(guarded, flags_parser=_parse)
-
-
-def _parse(argv: list[str]) -> list[str]:
-    try:
-        rest = absl_flags.FLAGS(argv)
-    except absl_flags.Error as error:
-        _say(f"error: {_message(error)}; --help lists the flags")
-        sys.exit(1)
-    if absl_flags.FLAGS["verbosity"].using_default_value:
-        logging.set_verbosity(logging.WARNING)  # absl's own default is INFO: much noise
-    return rest
+    command.show_in_help(flags.__name__)
+    command.run(script)
 
 
 def _context(experiment: str, presets: Mapping[str, Config]) -> Context[Config]:
@@ -130,11 +97,10 @@ def _context(experiment: str, presets: Mapping[str, Config]) -> Context[Config]:
     if data_dir and not data_dir.is_dir():
         raise FileNotFoundError(f"no data folder {data_dir}; give an existing one as --data_dir")
 
-    _start_back_end()
-    mesh = mesh_lib.make_mesh(flags.MESH.value)
+    mesh = command.start_back_end()
 
     workdir = pathlib.Path(flags.WORKDIR.value or f"runs/{experiment}-{preset}").absolute()
-    if not flags.DRY_RUN.value:
+    if not command.DRY_RUN.value:
         recorded = {
             "preset": preset,
             "seeds": flags.SEEDS.value,
@@ -154,7 +120,7 @@ def _context(experiment: str, presets: Mapping[str, Config]) -> Context[Config]:
         mesh=mesh,
         arms=tuple(flags.ARMS.value),
         resume=flags.RESUME.value,
-        dry_run=flags.DRY_RUN.value,
+        dry_run=command.DRY_RUN.value,
         data_dir=data_dir,
         progress=flags.PROGRESS.value,
         profile=flags.PROFILE.value,
@@ -172,37 +138,8 @@ def _config(preset: str, presets: Mapping[str, Config]) -> Config:
     return dataclasses.replace(config, seeds=flags.SEEDS.value)
 
 
-def _start_back_end() -> None:
-    if flags.NUM_VIRTUAL_DEVICES.value is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", flags.NUM_VIRTUAL_DEVICES.value)
-    if flags.DEBUG_NANS.value:
-        jax.config.update("jax_debug_nans", True)
-    address = flags.COORDINATOR_ADDRESS.value
-    num_processes, process_id = flags.NUM_PROCESSES.value, flags.PROCESS_ID.value
-    if address is None and num_processes is None and process_id is None:
-        return
-    if address is None or num_processes is None or process_id is None:
-        raise ValueError(
-            "a run of several processes needs --coordinator_address, --num_processes and "
-            f"--process_id; got {address}, {num_processes}, {process_id}"
-        )
-    mesh_lib.initialize_distributed(address, num_processes, process_id)
-
-
 def _require_extras() -> None:
     # At the start: a run of hours must not end at the missing plot library.
     for module in ("matplotlib", "rich", "sklearn", "tensorboardX", "tqdm"):
         if importlib.util.find_spec(module) is None:
             raise ImportError(f"{module} is not installed")
-
-
-def _message(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ImportError) and "pip install" not in text:
-        text += "; pip install 'icmljax[experiments]'"
-    return text
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

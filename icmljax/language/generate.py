@@ -249,6 +249,9 @@ def _generate(
 ):
     batch, time = tokens.shape
 
+    def on_host(token, emitted):
+        callback(np.asarray(token), np.asarray(emitted))
+
     def draw(rows: _Rows, hidden, cache) -> _Rows:
         """Draws the next token of every active row."""
         logits = llama.logits(params, hidden)
@@ -260,7 +263,7 @@ def _generate(
         emitted = rows.active & usable
         ends = emitted & jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
         if callback is not None:
-            io_callback(callback, None, token, emitted, ordered=True)
+            io_callback(on_host, None, token, emitted, ordered=True)
         old = rows.result
         result = Generated(
             tokens=old.tokens.at[:, rows.step].set(jnp.where(emitted, token, -1)),

@@ -279,6 +279,30 @@ def jit_step(
     )
 
 
+def bytes_per_device(tree: PyTree, shardings: PyTree) -> int:
+    """Returns the bytes that a tree of arrays or shapes takes on each device."""
+    sizes = jax.tree.map(
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        tree,
+        shardings,
+    )
+    return sum(jax.tree.leaves(sizes))
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes of temporaries on each device, as the compiler plans them.
+
+    The plan is for the platform that was compiled for; a CPU's says little about a GPU or TPU.
+
+    Raises:
+      RuntimeError: if the back end does not report its memory plan.
+    """
+    plan = compiled.memory_analysis()
+    if plan is None:
+        raise RuntimeError("this back end does not report memory plans; compile for another one")
+    return int(plan.temp_size_in_bytes)
+
+
 def memory_report(
     compiled: jax.stages.Compiled, abstract_state: TrainState, shardings: TrainState
 ) -> dict[str, int]:
@@ -290,30 +314,15 @@ def memory_report(
       shardings: shardings of the state.
 
     Returns:
-      Bytes per device: "params", "optimizer_state", and "temporaries" as the compiler plans them
-      for the platform that was compiled for (a CPU plan says little about a GPU or TPU).
+      Bytes per device: "params", "optimizer_state", and "temporaries" (`temporary_bytes`).
 
     Raises:
       RuntimeError: if the back end does not report its memory plan.
     """
-
-    def per_device(tree, tree_shardings):
-        sizes = jax.tree.map(
-            lambda leaf, sharding: (
-                math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            ),
-            tree,
-            tree_shardings,
-        )
-        return sum(jax.tree.leaves(sizes))
-
-    plan = compiled.memory_analysis()
-    if plan is None:
-        raise RuntimeError("this back end does not report memory plans; compile for another one")
     return {
-        "params": per_device(abstract_state.params, shardings.params),
-        "optimizer_state": per_device(abstract_state.opt_state, shardings.opt_state),
-        "temporaries": int(plan.temp_size_in_bytes),
+        "params": bytes_per_device(abstract_state.params, shardings.params),
+        "optimizer_state": bytes_per_device(abstract_state.opt_state, shardings.opt_state),
+        "temporaries": temporary_bytes(compiled),
     }
 
 

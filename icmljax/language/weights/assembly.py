@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from icmljax.language.linear import BLOCK, BlockQuantized
-from icmljax.language.llama import LlamaConfig, parameter_shapes
+from icmljax.language.llama import LlamaConfig, parameter_shapes, sharding_rules
+from icmljax.training import mesh as mesh_lib
 
 _TABLES = ("embedding", "head")
 
@@ -159,10 +161,12 @@ def assemble(
       read: returns the rows `[out, in]` of a part, or values, scale and offset of their blocks.
       dtype: of dense leaves.
       blocks: the leaves that stay in blocks.
-      shardings: tree like the parameters, or None for the default device.
+      shardings: a mesh, a tree like the parameters, or None for the default device.
     """
     shapes = leaf_shapes(config)
     names = {path: _array_names(path, blocks.get(path)) for path in shapes}
+    if isinstance(shardings, Mesh):
+        shardings = mesh_shardings(config, _abstract(shapes, blocks, dtype), shardings)
     place = _placement([name for group in names.values() for name in group], shardings)
     leaves = {}
     for path, shape in shapes.items():
@@ -362,6 +366,27 @@ def _empty_arrays(
     values, *floats = _block_shapes(path, shape, blocks)
     integers = np.empty(values, np.uint8 if blocks.bits == 4 else np.int8)
     return [integers, *(np.empty(grid, np.float32) for grid in floats)]
+
+
+def mesh_shardings(config: LlamaConfig, abstract: Any, mesh: Mesh) -> Any:
+    """Returns the shardings of parameters, or of their shapes, by the rules of the backbone."""
+    return mesh_lib.param_shardings(abstract, sharding_rules(config, mesh), mesh)
+
+
+def _abstract(
+    shapes: Mapping[str, tuple[int, ...]], blocks: Mapping[str, Blocks], dtype: DTypeLike
+) -> Any:
+    """The tree of parameters with shapes in place of arrays."""
+    leaves: dict[str, Any] = {}
+    for path, shape in shapes.items():
+        if path not in blocks:
+            leaves[path] = jax.ShapeDtypeStruct(shape, dtype)
+            continue
+        values, *floats = _block_shapes(path, shape, blocks[path])
+        integers = jax.ShapeDtypeStruct(values, jnp.uint8 if blocks[path].bits == 4 else jnp.int8)
+        arrays = (integers, *(jax.ShapeDtypeStruct(grid, jnp.float32) for grid in floats))
+        leaves[path] = _wrap_blocks(path, shape, arrays, blocks[path])
+    return tree_of(leaves)
 
 
 def _wrap_blocks(

@@ -219,9 +219,9 @@ def load_gguf(
         layers have one type. Those of other types become dense, which a warning says.
       rope_order: "half" moves the channels of queries and keys to the order (i, i + head_dim / 2);
         "interleaved" leaves them and says so in the configuration.
-      shardings: tree with a `NamedSharding` for every parameter, such as `param_shardings` of
-        `abstract_params(config)` or, with `keep_quantized`, of the shapes of `quantize_params`;
-        None: the default device. Parameters pass through host memory one at a time.
+      shardings: a mesh, where parameters follow `llama.sharding_rules`; or a tree with a sharding
+        for every array; None: the default device. Parameters pass through host memory one at a
+        time.
 
     Returns:
       The configuration and the parameters of `icmljax.language.llama`, layers stacked.

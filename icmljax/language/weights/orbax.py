@@ -55,8 +55,8 @@ def load_orbax(
 
     Args:
       folder: of the checkpoint.
-      shardings: tree with a sharding for every array, or None for the default device; the mesh may
-        differ from that of the save.
+      shardings: a mesh, where parameters follow `llama.sharding_rules`; or a tree with a sharding
+        for every array; None: the default device. The mesh may differ from that of the save.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
@@ -72,7 +72,10 @@ def load_orbax(
         checked = assembly.checked_leaves(config, assembly.tree_of(leaves), blocks=True)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged ({error}); expected what save_orbax wrote") from error
-    abstract = _with_shardings(assembly.tree_of(checked), shardings)
+    abstract = assembly.tree_of(checked)
+    if isinstance(shardings, jax.sharding.Mesh):
+        shardings = assembly.mesh_shardings(config, abstract, shardings)
+    abstract = _with_shardings(abstract, shardings)
     checkpoints = Checkpoints(Path(folder) / _PARAMS, identity=_IDENTITY)
     restored = checkpoints.restore(abstract)
     checkpoints.close()

@@ -152,9 +152,9 @@ def load_hf(
       dtype: of dense parameters; files may have F32, F16 and BF16.
       quantize_bits: 4 or 8 rounds matrices as `quantize_params` does, layer by layer while they
         are read; None leaves them dense.
-      shardings: tree with a `NamedSharding` for every array, such as `param_shardings` of
-        `abstract_params(config)`; None: the default device. Parameters pass through host memory
-        one at a time.
+      shardings: a mesh, where parameters follow `llama.sharding_rules`; or a tree with a sharding
+        for every array; None: the default device. Parameters pass through host memory one at a
+        time.
 
     Returns:
       The configuration and the parameters of `icmljax.language.llama`, layers stacked.
