@@ -11,6 +11,7 @@ Any matrix among the parameters of a language model may be one of
 or indexing before.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -105,17 +106,57 @@ def linear(
         return result + (weight.scale * update).reshape(result.shape).astype(result.dtype)
     if isinstance(weight, BlockQuantized):
         lead = inputs.shape[: inputs.ndim - num_in]
-        result = jax.lax.dot_general(
-            inputs.reshape(*lead, -1),
-            weight.rows(inputs.dtype),
-            (((len(lead),), (1,)), ((), ())),
-            preferred_element_type=dtype,
-        )
-        return result.reshape(*lead, *weight.out_shape)
+        flat = inputs.reshape(math.prod(lead), -1)
+        result = _multiply_halves(flat, weight) if weight.bits == 4 else _multiply(flat, weight)
+        return result.reshape(*lead, *weight.out_shape).astype(dtype or inputs.dtype)
     axes = tuple(range(inputs.ndim - num_in, inputs.ndim)), tuple(range(num_in))
     return jax.lax.dot_general(
         inputs, weight.astype(inputs.dtype), (axes, ((), ())), preferred_element_type=dtype
     )
+
+
+def _multiply(inputs: Float[Array, "rows in"], weight: BlockQuantized) -> Float[Array, "rows out"]:
+    return jax.lax.dot_general(
+        inputs,
+        weight.rows(inputs.dtype),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=_sum_dtype(inputs),
+    )
+
+
+def _multiply_halves(
+    inputs: Float[Array, "rows in"], weight: BlockQuantized
+) -> Float[Array, "rows out"]:
+    """The product with 4 bits: that of the low halves of the bytes plus that of the high halves.
+
+    The halves are an outermost axis: side by side in a row they would be chosen weight by weight,
+    which takes four times as long on CPUs. The offsets meet the sums of the inputs' blocks.
+    """
+    rows, (blocks, half) = inputs.shape[0], weight.values.shape[-2:]
+    scale = weight.scale
+    # Around 0, so that a type with few digits rounds weights no more than the dense matrix would.
+    level = weight.values.astype(scale.dtype)[None]
+    high = jnp.floor(level / 16)
+    is_high = jnp.arange(2)[:, None, None, None] == 1
+    level = jnp.where(is_high, high, level - 16 * high) - 8
+    matrix = (level * scale[..., None]).astype(inputs.dtype).reshape(2, -1, blocks * half)
+    halves = jnp.moveaxis(inputs.reshape(rows, blocks, 2, half), 2, 0).reshape(2, rows, -1)
+    dot = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        preferred_element_type=_sum_dtype(inputs),
+    )
+    if rows == 1:  # fused with the unpacking, which then never reaches memory
+        product = jnp.sum(jax.vmap(dot)(halves, matrix), axis=0)
+    else:
+        product = dot(halves[0], matrix[0]) + dot(halves[1], matrix[1])
+    sums = jnp.sum(inputs.reshape(rows, blocks, BLOCK), axis=-1, dtype=product.dtype)
+    offset = 8 * scale if weight.offset is None else weight.offset + 8 * scale
+    return product + sums @ offset.astype(product.dtype).T
+
+
+def _sum_dtype(inputs: Array) -> Any:
+    return jnp.promote_types(inputs.dtype, jnp.float32)
 
 
 def quantize(weight: ArrayLike, bits: int, *, num_in: int = 1, num_lead: int = 0) -> BlockQuantized:

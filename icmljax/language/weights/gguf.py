@@ -243,6 +243,7 @@ def load_gguf(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     assembly.check_count(cursor.path, config, len(tensors), fused=True)
+    _check_experts(cursor.path, config, shapes)
     plan = _plan(config, rope_order)
     assembly.check_tensors(cursor.path, shapes, plan, ignored=[_FREQUENCY_FACTORS])
     _check_frequency_factors(cursor, tensors)
@@ -393,6 +394,18 @@ def _plan(config: LlamaConfig, rope_order: str) -> dict[str, list[Part]]:
         else:
             plan[path] = assembly.make_parts(config, path, names[path])
     return plan
+
+
+def _check_experts(path: Path, config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares the number of experts with a tensor, before anything is looped over it."""
+    name = _EXPERT_NAMES["layers/router"].format(layer=0)
+    shape = shapes.get(name)
+    if config.num_experts and (shape is None or shape[0] != config.num_experts):
+        found = "is missing" if shape is None else f"has shape {list(shape)}"
+        raise ValueError(
+            f"{path}: llama.expert_count is {config.num_experts}, but tensor {name} {found};"
+            f" expected [{config.num_experts}, {config.d_model}]"
+        )
 
 
 def _kept_blocks(plan: assembly.Plan, tensors: Mapping[str, _Tensor]) -> dict[str, Blocks]:
