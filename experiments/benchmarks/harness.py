@@ -186,13 +186,20 @@ def _cpu_model() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def run(name: str, description: str, main: Callable[[pathlib.Path], int | None]) -> None:
+def run(
+    name: str,
+    description: str,
+    main: Callable[..., int | None],
+    **options: tuple[pathlib.Path, str],
+) -> None:
     """Runs a benchmark script; never returns.
 
     Args:
       name: of the benchmark.
       description: what `--help` says.
-      main: gets the folder to write to, which exists, and returns the exit status (None: 0).
+      main: gets the folder to write to, which exists, and the options by name; returns the exit
+        status (None: 0).
+      **options: further paths; default and help of each.
     """
     # No absl flags: the scripts would define the same one twice where a test imports several.
     parser = argparse.ArgumentParser(
@@ -206,14 +213,18 @@ def run(name: str, description: str, main: Callable[[pathlib.Path], int | None])
         default=pathlib.Path("runs", "benchmarks", name),
         help="folder for the tables and summary.json, overwritten; default: %(default)s",
     )
-    directory = parser.parse_args().workdir
+    for option, (default, text) in options.items():
+        text = f"{text}; default: %(default)s"
+        parser.add_argument(f"--{option}", type=pathlib.Path, default=default, help=text)
+    arguments = vars(parser.parse_args())
+    directory = arguments.pop("workdir")
     if importlib.util.find_spec("rich") is None:
         parser.exit(1, "error: rich is not installed; pip install 'icmljax[experiments]'\n")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.exit(1, f"error: {error}; give another --workdir\n")
-    sys.exit(main(directory))
+    sys.exit(main(directory, **arguments))
 
 
 def in_new_process(
