@@ -195,12 +195,17 @@ def _load(source: pathlib.Path, mesh: jax.sharding.Mesh) -> tuple[llama.LlamaCon
     dtype, bits = _weights_kind()
     shardings = mesh if mesh.size > 1 else None
     if source.is_dir():
-        return weights.load_hf(source, dtype=dtype, quantize_bits=bits, shardings=shardings)
-    keep = bits == 4  # as the file has them
-    config, params = weights.load_gguf(
-        source, dtype=dtype, keep_quantized=keep, shardings=shardings
-    )
-    return config, llama.quantize_params(params, 8) if bits == 8 else params
+        config, params = weights.load_hf(
+            source, dtype=dtype, quantize_bits=bits, shardings=shardings
+        )
+    else:
+        keep = bits == 4  # as the file has them
+        config, params = weights.load_gguf(
+            source, dtype=dtype, keep_quantized=keep, shardings=shardings
+        )
+        params = llama.quantize_params(params, 8) if bits == 8 else params
+    on_cpu = mesh.size == 1 and jax.default_backend() == "cpu"
+    return config, llama.unstack_layers(params) if on_cpu else params
 
 
 def _weights_kind() -> tuple[Any, int | None]:

@@ -78,6 +78,7 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read_text(path), object_pairs_hook=_object)
+        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not valid JSON: {one_line(error)}; get the file again"

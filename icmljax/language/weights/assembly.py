@@ -179,7 +179,9 @@ def assemble(
                     target[part.position] = _oriented(array, target[part.position].shape, dense)
                 _check_finite(source, part.tensor, target[part.position])
         arrays = tuple(place(name, array) for name, array in zip(names[path], empty, strict=True))
-        del empty  # before the next leaf comes
+        # The host's arrays go before the next leaf comes; they stay while they are being copied.
+        del empty, target
+        jax.block_until_ready(arrays)
         leaves[path] = (
             _wrap_blocks(path, shape, arrays, blocks[path]) if path in blocks else arrays[0]
         )
@@ -247,6 +249,7 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     """Returns the JSON object in `data`, or raises ValueError that names the file."""
     try:
         result = json.loads(data.decode(), object_pairs_hook=_without_repetition)
+        json.dumps(result, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: no JSON in UTF-8 ({shortened(error)}); get it again"
@@ -402,7 +405,7 @@ def _wrap_blocks(
 def _placement(names: Sequence[str], shardings: Any) -> Callable[[str, np.ndarray], jax.Array]:
     """Returns the function that moves an array of the host to its devices."""
     if shardings is None:
-        return lambda name, array: jnp.asarray(array)
+        return lambda name, array: jax.device_put(array)  # jnp.asarray makes one copy more
     given = matched_shardings(names, shardings)
     return lambda name, array: jax.make_array_from_callback(
         array.shape, given[name], array.__getitem__

@@ -76,13 +76,11 @@ class _Tensor(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
-    data: np.ndarray  # the bytes of the file, mapped
 
     def rows(self) -> np.ndarray:
-        stop = self.start + math.prod(self.shape) * self.dtype.itemsize
-        raw = np.asarray(self.data[self.start : stop])
-        raw = raw.copy() if self.start % self.dtype.itemsize else raw
-        return raw.view(self.dtype).reshape(self.shape)
+        # Not mapped: pages of a mapped file count as memory of the process as long as it lasts.
+        rows = np.fromfile(self.path, self.dtype, math.prod(self.shape), offset=self.start)
+        return rows.reshape(self.shape)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
@@ -373,7 +371,7 @@ def _open_folder(root: Path) -> tuple[dict[str, _Tensor], Path]:
         raise ValueError(f"{index}: weight_map is no object with file names; get the file again")
     for tensor, name in weight_map.items():
         plain = isinstance(name, str) and name == Path(name).name and not set(name) & set("\\\0")
-        if not plain or not name.endswith(".safetensors"):
+        if not plain or not name.endswith(".safetensors") or len(name.encode()) > 255:
             raise ValueError(
                 f"{index}: tensor {shortened(tensor)} is in {shortened(repr(name))}; expected the"
                 " name of a .safetensors file in the same folder"
@@ -404,17 +402,17 @@ def _open_file(path: Path) -> dict[str, _Tensor]:
     size = path.stat().st_size
     if size < 10:
         raise ValueError(f"{path} has {size} bytes, too few for a safetensors file; get it again")
-    data = np.memmap(path, np.uint8, mode="r")
-    length = int(data[:8].view("<u8")[0])
-    if length > min(size - 8, _MAX_HEADER):
-        raise ValueError(
-            f"{path} says its header has {length} bytes, but the file has {size}; it is damaged, or"
-            " no safetensors file"
-        )
-    header = assembly.parse_json(path, data[8 : 8 + length].tobytes())
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _MAX_HEADER):
+            raise ValueError(
+                f"{path} says its header has {length} bytes, but the file has {size}; it is"
+                " damaged, or no safetensors file"
+            )
+        header = assembly.parse_json(path, file.read(length))
     header.pop("__metadata__", None)
     tensors = {
-        name: _tensor(path, shortened(name), entry, size - 8 - length, data, 8 + length)
+        name: _tensor(path, shortened(name), entry, size - 8 - length, 8 + length)
         for name, entry in header.items()
     }
     end = 8 + length
@@ -430,9 +428,7 @@ def _open_file(path: Path) -> dict[str, _Tensor]:
     return tensors
 
 
-def _tensor(
-    path: Path, name: str, entry: Any, num_bytes: int, data: np.ndarray, offset: int
-) -> _Tensor:
+def _tensor(path: Path, name: str, entry: Any, num_bytes: int, offset: int) -> _Tensor:
     """Checks an entry of a header."""
     entry = entry if isinstance(entry, dict) else {}
     kind, shape, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -441,10 +437,12 @@ def _tensor(
             f"{path}: tensor {name} has dtype {shortened(kind)}; supported: {', '.join(_DTYPES)}"
         )
     for what, numbers in (("shape", shape), ("data_offsets", place)):
-        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+        if not isinstance(numbers, list) or any(
+            type(n) is not int or not 0 <= n < 2**63 for n in numbers
+        ):
             raise ValueError(
                 f"{path}: tensor {name} has {what} {shortened(numbers)}; expected a list of"
-                " integers >= 0"
+                " integers in 0 .. 2^63 - 1"
             )
     expected = math.prod(shape[:8]) * _DTYPES[kind].itemsize
     if (
@@ -458,7 +456,7 @@ def _tensor(
             f" {shortened(place)} of {num_bytes}; expected {shortened(expected)} bytes. The file is"
             " damaged"
         )
-    return _Tensor(path, _DTYPES[kind], tuple(shape), offset + place[0], data)
+    return _Tensor(path, _DTYPES[kind], tuple(shape), offset + place[0])
 
 
 def _write(
