@@ -126,22 +126,19 @@ def read_bandwidth(num_bytes: int = 2**29, rounds: int = 7) -> float:
 def compare(python: pathlib.Path) -> dict[str, Any]:
     """Measures all kinds of weights and the peer in turns."""
     config, params = weights.load_gguf(weights.smollm2_path())
-    stacked = {
-        "float32": params,
+    kinds = {  # the first three as the command `generate` has them on a CPU
+        "float32": llama.unstack_layers(params),
         "int8": llama.quantize_params(params, 8),
         "int4": llama.quantize_params(params, 4),
+        _LOOP: params,
     }
-    # As the command `generate` has them on a CPU, and one kind in a loop over the layers.
-    kinds = {name: llama.unstack_layers(kind) for name, kind in stacked.items()}
-    kinds[_LOOP] = stacked.pop("float32")
-    del stacked, params
     cases: dict[str, Callable[[int], dict[str, Any]]] = {
         name: Ours(config, kind).measure for name, kind in kinds.items()
     }
     with tempfile.TemporaryDirectory() as folder:
         peer = None
         if python.exists():
-            weights.save_hf(pathlib.Path(folder, "model"), config, kinds[_LOOP])
+            weights.save_hf(pathlib.Path(folder, "model"), config, params)
             peer = Peer(python, pathlib.Path(folder, "model"))
             cases[_PEER] = peer.measure
         start = time.perf_counter()
