@@ -4,6 +4,7 @@ The flags are defined here once, and a script imports this module by its full na
 (`icmljax.experiments.common.command`): absl refuses a flag that is defined twice.
 """
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -79,6 +80,8 @@ def start_back_end() -> jax.sharding.Mesh:
     if NUM_VIRTUAL_DEVICES.value is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", NUM_VIRTUAL_DEVICES.value)
+        # XLA's threads: with no more of them than devices, a collective can wait for ever.
+        os.environ.setdefault("NPROC", str(2 * NUM_VIRTUAL_DEVICES.value))
     if DEBUG_NANS.value:
         jax.config.update("jax_debug_nans", True)
     address, num_processes = COORDINATOR_ADDRESS.value, NUM_PROCESSES.value

@@ -35,8 +35,10 @@ class RopeScaling:
     def __post_init__(self):
         if self.kind not in ("linear", "llama3"):
             raise ValueError(f"unknown rope scaling {self.kind!r}; expected 'linear' or 'llama3'")
-        if not self.factor > 0:
-            raise ValueError(f"the factor of a rope scaling must be above 0, got {self.factor}")
+        if not 0 < self.factor < math.inf:
+            raise ValueError(
+                f"the factor of a rope scaling must be above 0 and finite, got {self.factor}"
+            )
         if self.kind == "llama3" and not (
             0 < self.low_frequency_factor < self.high_frequency_factor and self.original_length > 0
         ):
@@ -57,7 +59,7 @@ class Rope:
       scaling: for long contexts, or None.
 
     Raises:
-      ValueError: theta is not positive.
+      ValueError: theta is not positive and finite.
 
     Reference:
       J. Su et al., "RoFormer" (2021), equation 34.
@@ -68,8 +70,8 @@ class Rope:
     scaling: RopeScaling | None = None
 
     def __post_init__(self):
-        if not self.theta > 0:
-            raise ValueError(f"theta must be above 0, got {self.theta}")
+        if not 0 < self.theta < math.inf:
+            raise ValueError(f"theta must be above 0 and finite, got {self.theta}")
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Returns the angle per position of each pair, float32 ``[head_dim / 2]``."""

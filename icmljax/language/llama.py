@@ -81,9 +81,12 @@ class LlamaConfig:
 
     def __post_init__(self):
         sizes = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "d_ff", "max_length", "experts_per_token"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (*sizes, "d_ff", "max_length", "num_experts", "experts_per_token"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not hasattr(size, "__index__"):
+                raise TypeError(f"{name} must be an int, got {size!r}")
+            if size < 1 and name != "num_experts":
+                raise ValueError(f"{name} must be at least 1, got {size}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads};"
@@ -91,8 +94,8 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs")
-        if not self.norm_eps > 0:
-            raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
+        if not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps must be above 0 and finite, got {self.norm_eps}")
         if self.num_experts < 0 or 0 < self.num_experts < self.experts_per_token:
             raise ValueError(
                 f"num_experts={self.num_experts} must be 0 or at least experts_per_token="

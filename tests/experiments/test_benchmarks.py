@@ -99,6 +99,7 @@ def test_rows_judge_smallest_times_by_the_bar():
 
 def test_a_new_process_computes_with_one_thread(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    monkeypatch.delenv("NPROC", raising=False)
     flags, threads = (
         harness.in_new_process(os.getenv, name, one_thread=True) for name in ("XLA_FLAGS", "NPROC")
     )

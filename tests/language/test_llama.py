@@ -339,7 +339,8 @@ def test_heads_that_do_not_divide_are_replicated_with_a_warning(caplog):
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"num_kv_heads": 4}, "num_heads=6 is no multiple of num_kv_heads=4"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
-        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
+        ({"norm_eps": 0.0}, "norm_eps must be above 0 and finite, got 0.0"),
+        ({"norm_eps": float("inf")}, "norm_eps must be above 0 and finite, got inf"),
         ({"num_experts": 1}, "num_experts=1 must be 0 or at least experts_per_token=2"),
         ({"num_experts": -1}, "num_experts=-1 must be 0"),
     ],
@@ -350,12 +351,20 @@ def test_bad_sizes(changes, message):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("size", [2.0, True, "2", None])
+def test_sizes_of_another_type(size):
+    with pytest.raises(TypeError, match=f"num_layers must be an int, got {size!r}"):
+        dataclasses.replace(TINY, num_layers=size)
+
+
+@pytest.mark.bad_input
 def test_bad_rope():
-    with pytest.raises(ValueError, match="theta must be above 0, got 0"):
-        Rope(theta=0)
+    for theta in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"theta must be above 0 and finite, got {theta}"):
+            Rope(theta=theta)
     with pytest.raises(ValueError, match="unknown rope scaling 'yarn'"):
         RopeScaling("yarn", 2.0)
-    with pytest.raises(ValueError, match="factor of a rope scaling must be above 0, got -1"):
+    with pytest.raises(ValueError, match="scaling must be above 0 and finite, got -1"):
         RopeScaling("linear", -1)
     with pytest.raises(ValueError, match="llama3 rope scaling needs 0 < low"):
         RopeScaling("llama3", 8.0, 4.0, 1.0)

@@ -132,7 +132,7 @@ def _check_round(number, mutate, load, check, names):
         mutate(np.random.default_rng(seed))
         start = time.monotonic()
         try:
-            with weight_files.limits(seconds=SECONDS, num_bytes=2**31):
+            with weight_files.limits(seconds=SECONDS):
                 result, error = load(seed), None
         except BaseException as raised:  # whatever it is, the seed has to be told
             if isinstance(raised, KeyboardInterrupt):
@@ -312,8 +312,7 @@ def test_tokenizer(tmp_path, number):
             return
         assert result.decode(ids, special=False) == "hello the ab"
 
-    # Checks of the vocabulary do not know the file; its name is asked of no message here.
-    counts = _check_round(number, mutate, load, check, [""])
+    counts = _check_round(number, mutate, load, check, [path, beside])
     assert counts["refused"] > 2 and counts["loaded"], counts
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -41,7 +42,7 @@ SCALINGS = {
     },
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-QUERY = "model.layers.1.self_attn.q_proj.weight"
+QUERY, QUERY_LEAF = "model.layers.1.self_attn.q_proj.weight", "layers/query"
 
 
 def _params(config, dtype=jnp.float32, seed=0):
@@ -542,6 +543,58 @@ def test_folders_that_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="1 leaf is missing: head"):
         weights.save_hf(tmp_path / "a", SMALL, params)
     assert not (tmp_path / "a").exists()
+
+
+def _change(description, path, value):
+    *parents, key = path
+    for parent in parents:
+        description = description[parent]
+    description[key] = value
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        (["config", "num_layers"], 2.0, "num_layers must be an int, got 2.0"),
+        (["config", "num_layers"], 3, "layers/attention_norm is float32"),
+        (["config", "more"], 3, "more"),
+        (["config"], [], "damaged"),
+        (["config", "rope", "theta"], float("inf"), "theta must be above 0 and finite"),
+        (["leaves"], {}, "do not fit"),
+        (["leaves", QUERY_LEAF, "bits"], 5, "bits is 5; blocks have 4 or 8 bits"),
+        (["leaves", QUERY_LEAF, "in"], [7], "layers/query is BlockQuantized"),
+        (["leaves", QUERY_LEAF, "values", "shape"], [1, 2], "layers/query is BlockQuantized"),
+        (["leaves", QUERY_LEAF, "scale", "dtype"], "float1", "damaged"),
+        (["leaves", "final_norm", "shape"], ["x"], "damaged"),
+    ],
+)
+def test_damaged_orbax_configuration(tmp_path, path, value, match):
+    folder = tmp_path / "model"
+    weights.save_orbax(folder, SMALL, llama.quantize_params(_params(SMALL), 8))
+    description = json.loads((folder / "config.json").read_text())
+    _change(description, path, value)
+    (folder / "config.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=match) as caught:
+        weights.load_orbax(folder)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.bad_input
+def test_orbax_folders_without_parameters(tmp_path):
+    folder = tmp_path / "model"
+    weights.save_orbax(folder, SMALL, _params(SMALL))
+    with pytest.raises(ValueError, match="is there and not empty; choose a new folder"):
+        weights.save_orbax(folder, SMALL, _params(SMALL))
+    shutil.rmtree(next((folder / "params").glob("0")))
+    with pytest.raises(ValueError, match="has no parameters; the save was cut off"):
+        weights.load_orbax(folder)
+    shutil.rmtree(folder / "params")
+    with pytest.raises(FileNotFoundError, match="params is missing; save_orbax writes it"):
+        weights.load_orbax(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config.json is missing"):
+        weights.load_orbax(folder)
 
 
 @pytest.mark.bad_input

@@ -1,5 +1,6 @@
 """Checks that the readers of tokenizers share."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +38,9 @@ def split_merge(merge: Any) -> tuple[str, str]:
     """Returns the two tokens of a merge, written as "a b" or as ["a", "b"]."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list | tuple) or len(parts) != 2 or not all(map(_is_text, parts)):
-        raise ValueError(f"a merge is {merge!r}, but has to be two tokens with one space between")
+        raise ValueError(
+            f"a merge is {reprlib.repr(merge)}, but has to be two tokens with one space between"
+        )
     return parts[0], parts[1]
 
 

@@ -1,9 +1,10 @@
 """Tokenizers of Hugging Face folders."""
 
 import collections
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,24 @@ def from_json(path: str | os.PathLike) -> Tokenizer:
             lambda: backend.encode("").ids[:1], f"{path} has a post-processor that fails"
         )
         add_bos = bos_id is not None and start == [bos_id]
-    return Tokenizer(
-        backend,
-        bos_id=bos_id,
-        eos_ids=tuple(eos_ids),
-        chat_template=_json_template(path.parent, files.get(names[0], {})),
-        add_bos=add_bos,
-    )
+    template = _json_template(path.parent, files.get(names[0], {}))
+    with _naming(path):
+        return Tokenizer(
+            backend,
+            bos_id=bos_id,
+            eos_ids=tuple(eos_ids),
+            chat_template=template,
+            add_bos=add_bos,
+        )
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Has a ValueError of a check that knows no files name this one."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_text(path: Path) -> str:
@@ -106,7 +118,8 @@ def _check_json_vocabulary(content: dict[str, Any], path: Path) -> None:
     if not isinstance(vocabulary, dict) or not isinstance(merges, list):
         raise ValueError(f"{path} has a model without vocab or merges; get the file again")
     if not model.get("continuing_subword_prefix"):  # with one, `Tokenizer` says what is wrong
-        check_merges([split_merge(merge) for merge in merges], vocabulary)
+        with _naming(path):
+            check_merges([split_merge(merge) for merge in merges], vocabulary)
 
 
 def _special_ids(

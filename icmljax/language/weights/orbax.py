@@ -103,6 +103,8 @@ def _abstract(described: Mapping[str, Any]) -> Any:
     if "values" not in described:
         shape = tuple(int(size) for size in described["shape"])
         return jax.ShapeDtypeStruct(shape, jnp.dtype(described["dtype"]))
+    if described["bits"] not in (4, 8):
+        raise ValueError(f"bits is {described['bits']!r}; blocks have 4 or 8 bits")
     offset = described.get("offset")
     return BlockQuantized(
         _abstract(described["values"]),
